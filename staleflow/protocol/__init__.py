@@ -1,0 +1,5 @@
+"""The global consistency protocol: one pure ledger that bounds how old the data of a training step may be."""
+
+from staleflow.protocol.ledger import REDUNDANT, LedgerError, StalenessLedger
+
+__all__ = ["REDUNDANT", "LedgerError", "StalenessLedger"]

@@ -1,0 +1,180 @@
+"""Live groups by deadline, and Hall's condition over them.
+
+A schedule asks one question: can every live group still be trained by its deadline, ``places`` groups to a step from
+the open step (the *frontier*) on? For unit jobs that is a matter of counting. With ``n(k)`` groups due by step ``k``
+and ``taken`` places of the open step gone, it can iff for every ``k >= frontier``::
+
+    n(k) <= places * (k - frontier + 1) - taken
+
+``places`` is the batch size plus the redundancy: the surplus that redundancy admits may be given up, at most
+``redundancy`` groups for each step, when the step is filled.
+
+Groups are kept in two lists indexed by deadline, ``[i]`` being due at ``frontier + i``. Nothing here checks its
+callers: the ledger does.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from itertools import accumulate, islice
+from typing import Literal
+
+GroupState = Literal["in flight", "complete", "leased"]
+
+
+class Group:
+    """One live group. ``order`` counts reservations while it is in flight, and completions from then on."""
+
+    __slots__ = ("deadline", "name", "order", "state")
+
+    def __init__(self, name: str, deadline: int, order: int, state: GroupState = "in flight") -> None:
+        self.name = name
+        self.deadline = deadline
+        self.order = order
+        self.state: GroupState = state
+
+
+class Schedule:
+    def __init__(self, batch_size: int, redundancy: int, horizon: int) -> None:
+        self.batch_size = batch_size
+        self.redundancy = redundancy
+        self.places = batch_size + redundancy
+        self.frontier = 0
+        self.taken = 0
+        """Places of the open step that are leased."""
+        self.size = 0
+        """Groups in the schedule."""
+        self.in_flight: list[dict[str, Group]] = [{} for _ in range(horizon)]
+        self.complete: list[OrderedDict[str, Group]] = [OrderedDict() for _ in range(horizon)]
+
+    def add(self, group: Group) -> None:
+        """Put the group in, behind the others of its deadline and state."""
+        by_deadline = self.complete if group.state == "complete" else self.in_flight
+        by_deadline[group.deadline - self.frontier][group.name] = group
+        self.size += 1
+
+    def remove(self, group: Group) -> None:
+        by_deadline = self.complete if group.state == "complete" else self.in_flight
+        del by_deadline[group.deadline - self.frontier][group.name]
+        self.size -= 1
+
+    def free(self, first: int, last: int | None = None) -> int:
+        """The fewest places left up to any deadline from step ``first`` to step ``last`` (default: for ever)."""
+        index = len(self.in_flight) - 1
+        free = self.places * (index + 1) - self.taken - self.size
+        while last is not None and index > last - self.frontier:
+            free -= self.places - len(self.in_flight[index]) - len(self.complete[index])
+            index -= 1
+        least = free
+        while index > first - self.frontier:
+            free -= self.places - len(self.in_flight[index]) - len(self.complete[index])
+            index -= 1
+            least = min(least, free)
+        return least
+
+    def missing(self) -> int:
+        """Completions that the open step still lacks."""
+        return max(0, self.batch_size - self.taken - sum(map(len, self.complete)))
+
+    def blocked(self) -> int:
+        """How many deadlines, from the frontier on, hold groups in flight that the open step cannot train without.
+
+        Later steps have ``places * i`` places up to deadline ``i``; what does not fit there is due in the open step.
+        """
+        blocked = 0
+        for index, waiting in enumerate(accumulate(map(len, self.in_flight))):
+            if waiting > self.places * index + self.redundancy:
+                blocked = index + 1
+        return blocked
+
+    def excess(self) -> int:
+        """How many groups would have to be given up if the open step were filled now."""
+        return max(0, *(rest - self.places * index for index, rest in enumerate(self._rests())))
+
+    def takeable(self) -> int:
+        """How many complete groups may go to the open step, earliest deadline first, without giving one up.
+
+        A group may go while every deadline before its own has a place to spare: the place that it uses up could
+        have served a group in flight that is due earlier.
+        """
+        spare = self.batch_size - self.taken
+        if self.redundancy and self.excess():
+            spare -= 1  # filling the step would give groups up
+        count, free = 0, -self.taken
+        for in_flight, complete in zip(self.in_flight, self.complete, strict=True):
+            going = min(len(complete), spare)
+            count += going
+            free += self.places - len(in_flight) - len(complete)
+            spare = min(spare - going, free)
+            if not spare:
+                break
+        return count
+
+    def surplus(self, rank: Callable[[str], float]) -> list[Group]:
+        """The fewest groups whose release makes the rest schedulable once the open step is filled.
+
+        Up to each deadline, tightest first, the best candidates due by then: the pools are nested, so that is optimal
+        for any ranking. The scan is paid for by the step, which trains one in ``horizon`` of the groups it looks at.
+        """
+        missing = self.batch_size - self.taken
+        surplus: list[Group] = []
+        pool: list[tuple[bool, float, int, Group]] = []
+        excess = self.excess()
+        for index, rest in enumerate(self._rests()):
+            if len(surplus) == excess:
+                break
+            staying = islice(self.complete[index].values(), missing, None)
+            missing -= min(missing, len(self.complete[index]))
+            for group in self.in_flight[index].values():
+                heappush(pool, (False, rank(group.name), -group.order, group))
+            for group in staying:
+                heappush(pool, (True, 0, -group.order, group))
+            while rest - len(surplus) > self.places * index:
+                surplus.append(heappop(pool)[-1])
+        return surplus
+
+    def lease(self, count: int) -> list[Group]:
+        """Hand the ``count`` complete groups with the earliest deadlines to the open step; a full step is closed."""
+        leased: list[Group] = []
+        for complete in self.complete:
+            for _ in range(min(len(complete), count - len(leased))):
+                leased.append(complete.popitem(last=False)[1])
+        for group in leased:
+            group.state = "leased"
+        self.size -= count
+        self.taken += count
+        if self.taken == self.batch_size:
+            self._shift(1)
+            self.taken = 0
+        return leased
+
+    def unlease(self, step: int, groups: list[Group]) -> None:
+        """Undo all leases of ``step``. They were complete before those that stayed, so they go in front."""
+        if self.frontier > step:
+            self._shift(-1)
+        self.taken = 0
+        for group in sorted(groups, key=lambda group: -group.order):
+            group.state = "complete"
+            self.add(group)
+            self.complete[group.deadline - self.frontier].move_to_end(group.name, last=False)
+
+    def resume(self, step: int, taken: int) -> None:
+        """Start at ``step`` with ``taken`` of its places leased; a full step is closed."""
+        full = taken == self.batch_size
+        self.frontier, self.taken = (step + 1, 0) if full else (step, taken)
+
+    def _rests(self) -> Iterator[int]:
+        """For each deadline: the groups due by then that would stay if the open step were filled now."""
+        missing, rest = self.batch_size - self.taken, 0
+        for in_flight, complete in zip(self.in_flight, self.complete, strict=True):
+            going = min(len(complete), missing)
+            missing -= going
+            rest += len(in_flight) + len(complete) - going
+            yield rest
+
+    def _shift(self, steps: int) -> None:
+        """Move the frontier by one step. The deadline that leaves the window is empty: Hall's condition says so."""
+        leaving, entering = (0, len(self.in_flight)) if steps > 0 else (-1, 0)
+        self.in_flight.insert(entering, self.in_flight.pop(leaving))
+        self.complete.insert(entering, self.complete.pop(leaving))
+        self.frontier += steps
