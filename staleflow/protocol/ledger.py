@@ -29,8 +29,9 @@ O(max_staleness + log live) for each group that it hands over. Use::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any, get_args
 
 from staleflow.protocol.layout import lay_out
 from staleflow.protocol.schedule import Group, GroupState, Schedule
@@ -58,6 +59,7 @@ class StalenessLedger:
         """Completed updates; the newest version that a group may be reserved with."""
         self._schedule = Schedule(batch_size, redundancy, horizon=max_staleness + 1)
         self._groups: dict[str, Group] = {}
+        """All live groups; those that are not leased are in the schedule too."""
         self._leased: list[Group] = []
         self._order = 0
         self._committed = 0
@@ -78,7 +80,7 @@ class StalenessLedger:
     def reserve(self, group: str, version: int) -> bool:
         """Admit ``group``, whose oldest token will be of ``version``. False if a deadline could then be missed."""
         if group in self._groups:
-            raise LedgerError(f"group {group!r} is {self._groups[group].state} already; reserve it only once")
+            raise LedgerError(f"reserve: group {group!r} is live already; reserve it only once")
         if not self.room(version):
             return False
         self._order += 1
@@ -146,8 +148,7 @@ class StalenessLedger:
             raise LedgerError(f"take: the limit is {limit}; give 0 or more, or None for all that can go")
         if self._full:
             return []
-        count = self._schedule.takeable()
-        return self._lease(count if limit is None else min(count, limit))
+        return self._lease(self._schedule.takeable(limit))
 
     def ready(self) -> bool:
         """Whether ``consume`` can take the rest of step ``frontier`` now."""
@@ -162,12 +163,12 @@ class StalenessLedger:
         if not self.ready():
             raise LedgerError(self._why_not_ready())
         step = self.frontier
-        aborted = [entry.name for entry in self._schedule.surplus(rank or (lambda _: 0))]
+        aborted = _names(self._schedule.surplus(rank or (lambda _: 0)))
         for group in aborted:
             self.release(group, REDUNDANT)
         self._lease(self.batch_size - self.taken)
         in_order = sorted(self._leased, key=lambda entry: (entry.deadline, entry.order))
-        return Batch(step, [entry.name for entry in in_order], aborted)
+        return Batch(step, _names(in_order), aborted)
 
     def commit(self, step: int) -> None:
         """The version that ``step`` made is durable: its groups are gone for good."""
@@ -176,7 +177,7 @@ class StalenessLedger:
             raise LedgerError(f"commit: step {step} is not a full step ({held}); consume it first")
         for entry in self._leased:
             del self._groups[entry.name]
-        self._committed += len(self._leased)
+        self._committed += self.taken
         self._leased = []
         self.version += 1
 
@@ -193,7 +194,7 @@ class StalenessLedger:
     def blocking(self) -> list[str]:
         """The groups in flight that step ``frontier`` waits for, oldest first; empty if it only lacks completions."""
         due = self._schedule.in_flight[: self._schedule.blocked()]
-        return [entry.name for entry in sorted((e for each in due for e in each.values()), key=_by_order)]
+        return _names(sorted(chain.from_iterable(due), key=_by_order))
 
     def view(self) -> list[StepView]:
         """The paper's buffers: every live group laid out into the steps from ``frontier`` on."""
@@ -201,9 +202,9 @@ class StalenessLedger:
             first_step=self.frontier,
             batch_size=self.batch_size,
             places=self._schedule.places,
-            taken=[] if self._full else [entry.name for entry in self._leased],
-            in_flight=[list(due) for due in self._schedule.in_flight],
-            complete=[list(due) for due in self._schedule.complete],
+            taken=[] if self._full else _names(self._leased),
+            in_flight=[_names(sorted(due, key=_by_order)) for due in self._schedule.in_flight],
+            complete=[_names(due.values()) for due in self._schedule.complete],
         )
 
     def counts(self) -> LedgerCounts:
@@ -245,6 +246,8 @@ class StalenessLedger:
         self._committed = _check("committed", state["committed"], 0)
         self._released = {reason: _check(reason, count, 1) for reason, count in state["released"].items()}
         for name, version, held in state["groups"]:
+            if name in self._groups or held not in get_args(GroupState):
+                raise LedgerError(f"group {name!r} is listed twice, or its state {held!r} is unknown")
             self._order += 1
             self._groups[name] = Group(name, self._deadline(version), self._order, held)
         self._leased = [entry for entry in self._groups.values() if entry.state == "leased"]
@@ -254,8 +257,8 @@ class StalenessLedger:
                 raise LedgerError(f"group {entry.name!r} is past its deadline")
             if entry.state != "leased":
                 self._schedule.add(entry)
-        if len(self._groups) < len(state["groups"]) or self._schedule.free(self.frontier) < 0:
-            raise LedgerError("a group is listed twice, or there are more groups than places")
+        if self.taken > self.batch_size or self._schedule.free(self.frontier) < 0:
+            raise LedgerError("there are more groups than places")
 
     # Within
 
@@ -285,7 +288,7 @@ class StalenessLedger:
     def _lease(self, count: int) -> list[str]:
         entries = self._schedule.lease(count)
         self._leased += entries
-        return [entry.name for entry in entries]
+        return _names(entries)
 
     def _why_not_ready(self) -> str:
         step = self.frontier
@@ -304,3 +307,7 @@ def _check(name: str, value: Any, least: int) -> int:
 
 def _by_order(entry: Group) -> int:
     return entry.order
+
+
+def _names(entries: Iterable[Group]) -> list[str]:
+    return [entry.name for entry in entries]

@@ -44,18 +44,25 @@ class Schedule:
         """Places of the open step that are leased."""
         self.size = 0
         """Groups in the schedule."""
-        self.in_flight: list[dict[str, Group]] = [{} for _ in range(horizon)]
-        self.complete: list[OrderedDict[str, Group]] = [OrderedDict() for _ in range(horizon)]
+        self.in_flight: list[set[Group]] = [set() for _ in range(horizon)]
+        self.complete: list[OrderedDict[int, Group]] = [OrderedDict() for _ in range(horizon)]
+        """By ``order``, in that order."""
 
     def add(self, group: Group) -> None:
-        """Put the group in, behind the others of its deadline and state."""
-        by_deadline = self.complete if group.state == "complete" else self.in_flight
-        by_deadline[group.deadline - self.frontier][group.name] = group
+        """Put the group in; a complete one behind the others of its deadline."""
+        index = group.deadline - self.frontier
+        if group.state == "complete":
+            self.complete[index][group.order] = group
+        else:
+            self.in_flight[index].add(group)
         self.size += 1
 
     def remove(self, group: Group) -> None:
-        by_deadline = self.complete if group.state == "complete" else self.in_flight
-        del by_deadline[group.deadline - self.frontier][group.name]
+        index = group.deadline - self.frontier
+        if group.state == "complete":
+            del self.complete[index][group.order]
+        else:
+            self.in_flight[index].remove(group)
         self.size -= 1
 
     def free(self, first: int, last: int | None = None) -> int:
@@ -77,29 +84,32 @@ class Schedule:
         return max(0, self.batch_size - self.taken - sum(map(len, self.complete)))
 
     def blocked(self) -> int:
-        """How many deadlines, from the frontier on, hold groups in flight that the open step cannot train without.
+        """How many deadlines, from the frontier on, hold the groups in flight that the open step waits for.
 
-        Later steps have ``places * i`` places up to deadline ``i``; what does not fit there is due in the open step.
+        Later steps have ``places * i`` places up to deadline ``i``. What does not fit there must finish now, but for
+        ``redundancy`` groups that may be given up: any of the groups due by then, unless earlier ones suffice.
         """
-        blocked = 0
+        blocked, most = 0, self.redundancy
         for index, waiting in enumerate(accumulate(map(len, self.in_flight))):
-            if waiting > self.places * index + self.redundancy:
-                blocked = index + 1
+            if waiting - self.places * index > most:
+                blocked, most = index + 1, waiting - self.places * index
         return blocked
 
     def excess(self) -> int:
         """How many groups would have to be given up if the open step were filled now."""
         return max(0, *(rest - self.places * index for index, rest in enumerate(self._rests())))
 
-    def takeable(self) -> int:
-        """How many complete groups may go to the open step, earliest deadline first, without giving one up.
+    def takeable(self, limit: int | None = None) -> int:
+        """How many complete groups, ``limit`` at most, may go to the open step without giving one up.
 
-        A group may go while every deadline before its own has a place to spare: the place that it uses up could
-        have served a group in flight that is due earlier.
+        Earliest deadline first. A group may go while every deadline before its own has a place to spare: the place
+        that it uses up could have served a group in flight that is due earlier.
         """
         spare = self.batch_size - self.taken
         if self.redundancy and self.excess():
             spare -= 1  # filling the step would give groups up
+        if limit is not None:
+            spare = min(spare, limit)
         count, free = 0, -self.taken
         for in_flight, complete in zip(self.in_flight, self.complete, strict=True):
             going = min(len(complete), spare)
@@ -125,7 +135,7 @@ class Schedule:
                 break
             staying = islice(self.complete[index].values(), missing, None)
             missing -= min(missing, len(self.complete[index]))
-            for group in self.in_flight[index].values():
+            for group in self.in_flight[index]:
                 heappush(pool, (False, rank(group.name), -group.order, group))
             for group in staying:
                 heappush(pool, (True, 0, -group.order, group))
@@ -138,9 +148,11 @@ class Schedule:
         leased: list[Group] = []
         for complete in self.complete:
             for _ in range(min(len(complete), count - len(leased))):
-                leased.append(complete.popitem(last=False)[1])
-        for group in leased:
-            group.state = "leased"
+                group = complete.popitem(last=False)[1]
+                group.state = "leased"
+                leased.append(group)
+            if len(leased) == count:
+                break
         self.size -= count
         self.taken += count
         if self.taken == self.batch_size:
@@ -156,7 +168,7 @@ class Schedule:
         for group in sorted(groups, key=lambda group: -group.order):
             group.state = "complete"
             self.add(group)
-            self.complete[group.deadline - self.frontier].move_to_end(group.name, last=False)
+            self.complete[group.deadline - self.frontier].move_to_end(group.order, last=False)
 
     def resume(self, step: int, taken: int) -> None:
         """Start at ``step`` with ``taken`` of its places leased; a full step is closed."""

@@ -1,0 +1,45 @@
+# Two commands matter: `make train` and `make test`. Both set up .venv first, and skip that when nothing changed.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+export PIP_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: train test test-all lint spec explore mutation bench clean
+
+train: $(READY)          ## set up, then run the main job with its embedded default
+	$(BIN)/staleflow train
+
+test: $(READY)           ## set up, then the test suite (minutes)
+	$(BIN)/pytest
+
+test-all: $(READY)       ## the test suite with its long tests
+	$(BIN)/pytest -m ""
+
+lint: $(READY)           ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+spec: $(READY)           ## model-check the TLA+ specification (needs Java)
+	$(BIN)/python scripts/check_spec.py
+
+explore: $(READY)        ## every reachable state of small ledgers
+	$(BIN)/python -m tests.protocol.explorer
+
+mutation: $(READY)       ## does a test notice each small change to staleflow/protocol?
+	$(BIN)/python scripts/mutation.py
+
+bench: $(READY)          ## speed of the ledger
+	$(BIN)/python bench/ledger.py
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "StaleFlow needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": run make PYTHON=python3.11")'
+	@echo "Setting up .venv (once; about a minute)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install --quiet -e '.[local,dev]'
+	@touch $(READY)
+
+clean:                   ## remove everything that set-up and tests made
+	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .ruff_cache mutants

@@ -1,0 +1,272 @@
+"""What a caller of the ledger relies on: the worked example, refusals, misuse, ranking, storage, purity."""
+
+import ast
+import copy
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import staleflow.protocol
+from staleflow.protocol import LedgerError, StalenessLedger
+
+
+def ledger_with(*groups: str, batch: int = 2, staleness: int = 1, redundancy: int = 0) -> StalenessLedger:
+    """A ledger in which the groups are reserved at version 0; those in capitals are complete."""
+    ledger = StalenessLedger(batch, staleness, redundancy)
+    for group in groups:
+        assert ledger.reserve(group, 0)
+        if group.isupper():
+            ledger.occupy(group)
+    return ledger
+
+
+def train(ledger: StalenessLedger) -> list[str]:
+    batch = ledger.consume()
+    ledger.commit(batch.step)
+    return batch.groups
+
+
+def test_the_papers_example_six_groups_of_version_1_under_bound_1() -> None:
+    ledger = ledger_with("X", "Y", "Z", batch=3)
+    assert train(ledger) == ["X", "Y", "Z"]
+    for name in "abcdef":
+        assert ledger.reserve(name, 1)
+    assert not ledger.reserve("g", 1), "both steps that may train version 1 are full"
+    ledger.occupy("d")
+    assert ledger.take() == ["d"], "the first to finish goes to the first step"
+    assert [step.state for step in ledger.view()] == ["stuck", "stuck"]
+    assert ledger.blocking() == ["a", "b", "c", "e", "f"]
+
+
+def test_bound_0_is_the_synchronous_loop() -> None:
+    ledger = ledger_with("A", "B", staleness=0)
+    assert not ledger.can_reserve(0)
+    batch = ledger.consume()
+    assert not ledger.can_reserve(0), "generation for the next step would overlap training"
+    ledger.commit(batch.step)
+    assert ledger.room(1) == 2
+
+
+def test_a_young_group_may_not_take_the_place_of_an_old_one_in_flight() -> None:
+    ledger = ledger_with("A", "b", batch=1)
+    assert train(ledger) == ["A"]
+    assert ledger.reserve("c", 1)
+    ledger.occupy("c")
+    assert ledger.take() == []
+    assert ledger.blocking() == ["b"]
+    assert not ledger.ready()
+    ledger.release("b", "failed")
+    assert train(ledger) == ["c"]
+
+
+def test_an_old_version_is_refused_once_its_deadline_has_passed() -> None:
+    ledger = ledger_with("A", "B", staleness=0)
+    train(ledger)
+    assert not ledger.reserve("late", 0)
+    assert ledger.room(0) == 0
+
+
+def test_lower_is_refused_where_the_earlier_deadline_is_full() -> None:
+    ledger = ledger_with("A", "b", batch=1)
+    train(ledger)
+    assert ledger.reserve("c", 1)
+    assert not ledger.lower("c", 0), "b needs the only place of step 1"
+    ledger.renew("b", 1)
+    assert ledger.lower("c", 0)
+    assert ledger.blocking() == ["c"]
+
+
+def test_the_groups_given_up_are_the_fewest_and_the_ranking_chooses_them() -> None:
+    for rank, expected in ((None, "c"), (lambda group: {"b": 3, "c": 9}[group], "b")):
+        ledger = ledger_with("A", "b", "c", batch=1, staleness=0, redundancy=2)
+        assert ledger.take() == [], "filling the step gives groups up: that is left to consume"
+        batch = ledger.consume(rank)
+        assert (batch.groups, batch.aborted[0]) == (["A"], expected)
+        assert sorted(batch.aborted) == ["b", "c"]
+
+
+def test_a_complete_group_without_a_place_is_given_up_only_after_those_in_flight() -> None:
+    ledger = ledger_with("A", "B", "c", batch=1, staleness=0, redundancy=2)
+    batch = ledger.consume()
+    assert (batch.groups, batch.aborted) == (["A"], ["c", "B"])
+
+
+def test_without_redundancy_nothing_is_ever_given_up() -> None:
+    ledger = ledger_with("A", "B", "c", "d")
+    assert not ledger.ready() or not ledger.consume().aborted
+
+
+def test_a_ranking_that_raises_leaves_the_ledger_as_it_was() -> None:
+    ledger = ledger_with("A", "b", batch=1, staleness=0, redundancy=1)
+    before = ledger.to_state()
+    with pytest.raises(ZeroDivisionError):
+        ledger.consume(lambda _: 1 / 0)
+    assert ledger.to_state() == before
+
+
+def test_rollback_returns_the_same_groups_in_the_same_order() -> None:
+    ledger = ledger_with("C", "A", "B", "d")
+    first = ledger.consume()
+    ledger.rollback(first.step)
+    assert ledger.version == ledger.frontier == 0
+    assert ledger.consume() == first
+
+
+def test_a_name_may_come_back_after_its_group_has_ended() -> None:
+    ledger = ledger_with("a", "B", batch=1)
+    ledger.release("a", "failed")
+    assert ledger.reserve("a", 0)
+    train(ledger)
+    assert ledger.reserve("B", 1)
+
+
+MISUSE: dict[str, tuple[Callable[[StalenessLedger], object], str]] = {
+    "reserve twice": (lambda ledger: ledger.reserve("a", 0), "'a' is live already; reserve it only once"),
+    "reserve a leased group": (lambda ledger: ledger.reserve("L", 0), "'L' is live already"),
+    "reserve a future version": (lambda ledger: ledger.reserve("x", 2), r"version 2 does not exist; .* 0\.\.1"),
+    "reserve a negative version": (lambda ledger: ledger.reserve("x", -1), "version -1 does not exist"),
+    "reserve no version": (lambda ledger: ledger.reserve("x", "1"), "version '1' does not exist"),  # type: ignore
+    "room of a future version": (lambda ledger: ledger.room(2), "version 2 does not exist"),
+    "ask for a future version": (lambda ledger: ledger.can_reserve(2), "version 2 does not exist"),
+    "lower to a future version": (lambda ledger: ledger.lower("a", 2), "version 2 does not exist"),
+    "lower an unknown group": (lambda ledger: ledger.lower("x", 0), "lower: group 'x' is not live; reserve it first"),
+    "lower a complete group": (lambda ledger: ledger.lower("C", 0), "lower: group 'C' is complete"),
+    "renew to an earlier version": (
+        lambda ledger: ledger.renew("a", 0),
+        "'a' has version 1; to go back to 0 call lower",
+    ),
+    "renew to a future version": (lambda ledger: ledger.renew("a", 2), "version 2 does not exist"),
+    "renew a complete group": (lambda ledger: ledger.renew("C", 1), "renew: group 'C' is complete"),
+    "renew an unknown group": (lambda ledger: ledger.renew("x", 1), "renew: group 'x' is not live"),
+    "occupy twice": (lambda ledger: ledger.occupy("C"), "occupy: group 'C' is complete; each group .* only once"),
+    "occupy an unknown group": (lambda ledger: ledger.occupy("x"), "occupy: group 'x' is not live; reserve it first"),
+    "occupy a leased group": (lambda ledger: ledger.occupy("L"), "occupy: group 'L' is leased; roll its step back"),
+    "release an unknown group": (lambda ledger: ledger.release("x", "r"), "release: group 'x' is not live"),
+    "release a leased group": (
+        lambda ledger: ledger.release("L", "r"),
+        "release: group 'L' is leased; roll its step",
+    ),
+    "release without a reason": (lambda ledger: ledger.release("a", ""), "release: group 'a' needs a reason"),
+    "take a negative number": (lambda ledger: ledger.take(-1), "take: the limit is -1; give 0 or more"),
+    "consume too early": (lambda ledger: ledger.consume(), "consume: step 1 lacks 1 complete groups"),
+    "commit a step that is not full": (
+        lambda ledger: ledger.commit(1),
+        r"step 1 has 1 of 3 groups\); consume it first",
+    ),
+    "commit an earlier step": (lambda ledger: ledger.commit(0), "commit: step 0 is not a full step"),
+    "roll back a committed step": (lambda ledger: ledger.rollback(0), "rollback: step 0 has no leased groups"),
+}
+
+
+def misused() -> StalenessLedger:
+    """Version 1, batch 3: ``a`` in flight, ``C`` complete, ``L`` leased to step 1."""
+    ledger = ledger_with("X", "Y", "Z", batch=3)
+    train(ledger)
+    for name in "LCa":
+        assert ledger.reserve(name, 1)
+    ledger.occupy("L")
+    assert ledger.take() == ["L"]
+    ledger.occupy("C")
+    return ledger
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_names_the_fix_and_changes_nothing(name: str) -> None:
+    call, message = MISUSE[name]
+    ledger = misused()
+    before = copy.deepcopy(ledger.to_state())
+    with pytest.raises(LedgerError, match=message):
+        call(ledger)
+    assert ledger.to_state() == before
+
+
+def test_a_full_step_must_be_committed_or_rolled_back_before_the_next() -> None:
+    ledger = ledger_with("A", "B", "C", "D")
+    ledger.consume()
+    assert ledger.take() == []
+    assert not ledger.ready()
+    with pytest.raises(LedgerError, match="step 0 is full; commit it or roll it back before step 1"):
+        ledger.consume()
+    with pytest.raises(LedgerError, match="commit: step 1 is not a full step"):
+        ledger.commit(1)
+
+
+def test_consume_too_early_names_the_groups_it_waits_for() -> None:
+    ledger = ledger_with("a", "b", batch=1, staleness=1)
+    with pytest.raises(LedgerError, match="step 0 waits for 'a', 'b'; occupy or release them"):
+        ledger.consume()
+
+
+def test_a_long_list_of_groups_to_wait_for_is_cut() -> None:
+    ledger = ledger_with(*[f"g{number}" for number in range(20)], batch=20, staleness=0)
+    with pytest.raises(LedgerError) as caught:
+        ledger.consume()
+    assert len(re.findall("'g", str(caught.value))) == 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ((0, 1, 0), "batch_size"),
+        ((-1, 1, 0), "batch_size"),
+        ((1.5, 1, 0), "batch_size"),
+        ((True, 1, 0), "batch_size"),
+        ((1, -1, 0), "max_staleness"),
+        ((1, "2", 0), "max_staleness"),
+        ((1, 1, -1), "redundancy"),
+    ],
+)
+def test_impossible_sizes_are_refused(sizes: tuple[Any, Any, Any], name: str) -> None:
+    with pytest.raises(LedgerError, match=f"{name} is .*; give a whole number, [01] or more"):
+        StalenessLedger(*sizes)
+
+
+def test_the_state_is_plain_data_and_complete() -> None:
+    ledger = misused()
+    ledger.release("C", "filtered")
+    state = ledger.to_state()
+    restored = StalenessLedger.from_state(json.loads(json.dumps(state)))
+    assert restored.to_state() == state
+    assert restored.counts() == ledger.counts()
+    assert restored.view() == ledger.view()
+
+
+BROKEN_STATES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no version": lambda state: state.pop("version"),
+    "a negative version": lambda state: state.update(version=-1),
+    "a negative count": lambda state: state.update(committed=-3),
+    "a reason without releases": lambda state: state.update(released={"filtered": 0}),
+    "reasons that are not counts": lambda state: state.update(released=["filtered"]),
+    "an unknown group state": lambda state: state["groups"][0].__setitem__(2, "lost"),
+    "a group of the future": lambda state: state["groups"][0].__setitem__(1, 9),
+    "a group listed twice": lambda state: state["groups"].append(state["groups"][0]),
+    "a group past its deadline": lambda state: state.update(version=5),
+    "a leased group past its deadline": lambda state: state.update(version=3, groups=[["L", 1, "leased"]]),
+    "groups without a place": lambda state: state.update(batch_size=1, groups=[[n, 1, "complete"] for n in "abcde"]),
+    "more leased than a batch": lambda state: state.update(groups=[[n, 1, "leased"] for n in "abcde"]),
+    "rows of another shape": lambda state: state.update(groups=[["a", 1]]),
+    "nothing at all": lambda state: state.clear(),
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN_STATES)
+def test_a_damaged_state_is_refused(damage: str) -> None:
+    state = copy.deepcopy(misused().to_state())
+    BROKEN_STATES[damage](state)
+    with pytest.raises(LedgerError, match=r"not the state of a ledger \(.*\); restore an earlier one"):
+        StalenessLedger.from_state(state)
+
+
+def test_the_protocol_imports_nothing_but_the_standard_library_and_the_vocabulary() -> None:
+    for path in Path(staleflow.protocol.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                own = name.startswith("staleflow.protocol") or name == "staleflow.types"
+                assert own or name.split(".")[0] in sys.stdlib_module_names, f"{path.name} imports {name}"
