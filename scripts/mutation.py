@@ -59,9 +59,7 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
         case ast.Compare():
             for index, op in enumerate(node.ops):
                 for other in COMPARE[type(op)]:
-                    yield ast.Compare(
-                        node.left, [*node.ops[:index], other(), *node.ops[index + 1 :]], node.comparators
-                    )
+                    yield ast.Compare(node.left, [*node.ops[:index], other(), *node.ops[index + 1 :]], node.comparators)
         case ast.BinOp() if type(node.op) in OPERATOR:
             yield ast.BinOp(node.left, OPERATOR[type(node.op)](), node.right)
         case ast.AugAssign() if type(node.op) in OPERATOR:

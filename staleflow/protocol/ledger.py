@@ -81,10 +81,11 @@ class StalenessLedger:
         """Admit ``group``, whose oldest token will be of ``version``. False if a deadline could then be missed."""
         if group in self._groups:
             raise LedgerError(f"reserve: group {group!r} is live already; reserve it only once")
-        if not self.room(version):
+        deadline = self._deadline(version, group)
+        if not self._room(deadline):
             return False
         self._order += 1
-        self._groups[group] = entry = Group(group, version + self.max_staleness, self._order)
+        self._groups[group] = entry = Group(group, deadline, self._order)
         self._schedule.add(entry)
         return True
 
@@ -94,13 +95,12 @@ class StalenessLedger:
 
     def room(self, version: int) -> int:
         """How many more groups of ``version`` would be granted now."""
-        deadline = self._deadline(version)
-        return self._schedule.free(deadline) if deadline >= self._schedule.frontier else 0
+        return self._room(self._deadline(version))
 
     def lower(self, group: str, version: int) -> bool:
         """Let a member run on an older ``version``. False, and no change, if a deadline could then be missed."""
         entry = self._find(group, "lower", "in flight")
-        deadline = self._deadline(version)
+        deadline = self._deadline(version, group)
         if deadline >= entry.deadline:
             return True
         if deadline < self.frontier or not self._schedule.free(deadline, entry.deadline - 1):
@@ -111,7 +111,7 @@ class StalenessLedger:
     def renew(self, group: str, version: int) -> None:
         """No token older than ``version`` is left in the group: its deadline moves later. Always granted."""
         entry = self._find(group, "renew", "in flight")
-        deadline = self._deadline(version)
+        deadline = self._deadline(version, group)
         if deadline < entry.deadline:
             was = entry.deadline - self.max_staleness
             raise LedgerError(f"renew: group {group!r} has version {was}; to go back to {version} call lower")
@@ -249,7 +249,7 @@ class StalenessLedger:
             if name in self._groups or held not in get_args(GroupState):
                 raise LedgerError(f"group {name!r} is listed twice, or its state {held!r} is unknown")
             self._order += 1
-            self._groups[name] = Group(name, self._deadline(version), self._order, held)
+            self._groups[name] = Group(name, self._deadline(version, name), self._order, held)
         self._leased = [entry for entry in self._groups.values() if entry.state == "leased"]
         self._schedule.resume(self.version, self.taken)
         for entry in self._groups.values():
@@ -266,17 +266,23 @@ class StalenessLedger:
     def _full(self) -> bool:
         return self._schedule.frontier > self.version
 
-    def _deadline(self, version: object) -> int:
+    def _deadline(self, version: object, group: str | None = None) -> int:
         if not isinstance(version, int) or not 0 <= version <= self.version:
-            raise LedgerError(f"version {version!r} does not exist; the versions made so far are 0..{self.version}")
+            whose = "" if group is None else f" of group {group!r}"
+            raise LedgerError(
+                f"version {version!r}{whose} does not exist; give one of those made so far, 0..{self.version}"
+            )
         return version + self.max_staleness
+
+    def _room(self, deadline: int) -> int:
+        return self._schedule.free(deadline) if deadline >= self._schedule.frontier else 0
 
     def _find(self, group: str, call: str, *states: GroupState) -> Group:
         entry = self._groups.get(group)
         if entry is None:
             raise LedgerError(f"{call}: group {group!r} is not live; reserve it first")
         if entry.state not in states:
-            fix = "roll its step back first" if entry.state == "leased" else "each group is completed only once"
+            fix = "roll its step back first" if entry.state == "leased" else f"{call} is for groups in flight"
             raise LedgerError(f"{call}: group {group!r} is {entry.state}; {fix}")
         return entry
 

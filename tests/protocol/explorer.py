@@ -135,14 +135,10 @@ def check_invariants(ledger: StalenessLedger, state: State) -> None:
     full = len(leased) == batch
     assert all(now - version <= bound for version in leased), "bound: a leased group is too old"
     assert len(leased) <= batch, "exactly once: a step has more groups than a batch"
-    assert len({name for name, _, _ in state["groups"]}) == len(state["groups"]), (
-        "exactly once: a group is held twice"
-    )
+    assert len({name for name, _, _ in state["groups"]}) == len(state["groups"]), "exactly once: a group is held twice"
     deadlines = tuple(sorted(version + bound - ledger.frontier for version in waiting))
     gone = 0 if full else len(leased)
-    assert most_placed(deadlines, batch + ledger.redundancy, gone) == len(deadlines), (
-        "bound: a deadline will be missed"
-    )
+    assert most_placed(deadlines, batch + ledger.redundancy, gone) == len(deadlines), "bound: a deadline will be missed"
     if bound == 0 and full:
         assert not waiting, "bound 0: data for the next step exists while this one trains"
         assert not ledger.can_reserve(now), "bound 0: generation would overlap training"
@@ -156,9 +152,7 @@ def check_conservation(before: State, after: State, label: str) -> None:
     born = len(after["groups"]) + ended(after) - len(before["groups"]) - ended(before)
     assert born == (label == "reserve"), f"nothing lost: {label} changed the number of admitted groups by {born}"
     gone = after["committed"] - before["committed"]
-    assert gone == (before["batch_size"] if label == "commit" else 0), (
-        f"exactly once: {label} committed {gone} groups"
-    )
+    assert gone == (before["batch_size"] if label == "commit" else 0), f"exactly once: {label} committed {gone} groups"
 
 
 def main() -> None:

@@ -194,7 +194,7 @@ class Oracle:
 
 @cache
 def most_placed(deadlines: tuple[int, ...], places: int, gone: int) -> int:
-    """Maximum matching of groups to places of steps 0, 1, ..., by augmenting paths; ``gone`` places of step 0 are out."""
+    """Maximum matching of groups to places of steps 0, 1, ..., by augmenting paths; step 0 lacks ``gone`` places."""
     owner: dict[tuple[int, int], int] = {}
 
     def place(group: int, seen: set[tuple[int, int]]) -> bool:
