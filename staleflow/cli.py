@@ -1,18 +1,37 @@
-"""The command line: ``staleflow COMMAND``."""
+"""The command line: ``staleflow COMMAND``. What cannot be done is told in one line, with exit code 2."""
 
 import argparse
 from collections.abc import Sequence
+from typing import NoReturn
 
 from staleflow import __version__
 from staleflow.protocol.demo import run_demo
+from staleflow.simulate import command as simulate
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong without repeating the usage: ``--help`` is there for that."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"staleflow: error: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="staleflow", description="RL post-training under a strict staleness bound.")
+    parser = Parser(prog="staleflow", description="RL post-training under a strict staleness bound.")
     parser.add_argument("--version", action="version", version=f"staleflow {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("train", help="the main job (in this version: the consistency protocol at work)")
-    parser.parse_args(arguments)
+    train = commands.add_parser("train", help="the main job (in this version: the consistency protocol at work)")
+    train.set_defaults(run=run_train)
+    simulate.add_parser(commands)
+    options, rest = parser.parse_known_args(arguments)
+    if unknown := [each for each in rest if each.startswith("-") or "overrides" not in options]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; see staleflow {options.command} --help")
+    if rest:  # argparse takes one run of positional arguments; between options there may be more
+        options.overrides += rest
+    return options.run(options)
+
+
+def run_train(_: argparse.Namespace) -> int:
     print(
         "Training is not part of this version yet. What exists is the protocol that will govern it; here it is at work."
     )

@@ -1,0 +1,1 @@
+"""The decisions that fight skew: pure functions of a snapshot that return commands."""

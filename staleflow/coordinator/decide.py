@@ -1,0 +1,97 @@
+"""One decision: the strategies in order, each seeing what those before it decided.
+
+Synchronisation comes first, and its pulls count for the rest: work is routed by the version after the pull, so it
+spreads over all instances that pull. Then migration, the tail, and routing. Nothing is moved or routed that the tail
+ends. ``decide`` is a pure function: the same situation gives the same decision, and stays as it was. Use::
+
+    decision = decide(situation, strategies)
+    journal.write(decision.inputs)
+    for command in decision.commands: ...
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from staleflow.coordinator.migration import migrate
+from staleflow.coordinator.routing import route
+from staleflow.coordinator.situation import Abort, Command, Interrupt, Pull, Situation, Truncate
+from staleflow.coordinator.strategies import Strategies
+from staleflow.coordinator.synchronisation import synchronise
+from staleflow.coordinator.tail import end_tail
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    commands: list[Command]
+    """In the order to carry them out: pulls, interrupts, aborts and truncations, routes."""
+    inputs: dict[str, Any]
+    """What it was decided on and what came of it, as plain JSON-able data."""
+
+
+def decide(situation: Situation, strategies: Strategies) -> Decision:
+    pulls = synchronise(situation, strategies)
+    work = _with_pulls(situation, pulls)
+    interrupts = migrate(work, strategies)
+    ends = end_tail(work, strategies)
+    if ends:
+        ended = _ended(situation, ends)
+        interrupts = [interrupt for interrupt in interrupts if interrupt.trajectory not in ended]
+        aborted = {end.group for end in ends if isinstance(end, Abort)}
+        queue = [item for item in work.queue if item.group not in aborted and item.trajectory not in ended]
+        work = replace(work, queue=queue)
+    routes = route(work, strategies)
+    commands: list[Command] = [*pulls, *interrupts, *ends, *routes]
+    return Decision(commands, _inputs(situation, strategies, commands))
+
+
+def _with_pulls(situation: Situation, pulls: Sequence[Pull]) -> Situation:
+    """The situation once the pulls are issued."""
+    fleet, names = situation.fleet.copy(), {pull.instance for pull in pulls}
+    rows = np.array([name in names for name in fleet.names], dtype=bool)
+    fleet.version[rows] = situation.newest
+    fleet.pulling[rows] = True
+    return replace(situation, fleet=fleet)
+
+
+def _ended(situation: Situation, ends: Sequence[Abort | Truncate]) -> set[str]:
+    """The trajectories on instances, or waited for, that will not go on."""
+    aborted = {end.group for end in ends if isinstance(end, Abort)}
+    truncated = {end.trajectory for end in ends if isinstance(end, Truncate)}
+    residents = situation.blockers + situation.thrashing
+    return truncated | {resident.trajectory for resident in residents if resident.group in aborted}
+
+
+def _inputs(situation: Situation, strategies: Strategies, commands: Sequence[Command]) -> dict[str, Any]:
+    fleet, since = situation.fleet, situation.blocked_since
+    made = Counter(type(command).__name__.lower() for command in commands)
+    versions: Counter[int] = Counter(fleet.version.tolist())
+    why = Counter(command.why for command in commands if isinstance(command, Interrupt))
+    return {
+        "now": situation.now,
+        "newest": situation.newest,
+        "room": {str(version): room for version, room in sorted(situation.room.items())},
+        "queued": len(situation.queue),
+        "fresh": len(situation.queue) - situation.started,
+        "instances": len(fleet.names),
+        "alive": int(fleet.alive.sum()),
+        "pulling": int(fleet.pulling.sum()),
+        "running": int(fleet.running.sum()),
+        "waiting": int(fleet.waiting.sum()),
+        "kv_free": int(fleet.kv_free.sum()),
+        "versions": {str(version): count for version, count in sorted(versions.items())},
+        "pull_s": situation.pull_s,
+        "pace": asdict(situation.pace),
+        "blockers": len(situation.blockers),
+        "blocked_s": None if since is None else situation.now - since,
+        "thrashing": len(situation.thrashing),
+        "synchronisation": {"mode": strategies.synchronisation, "pulls": made["pull"]},
+        "migration": {"mode": strategies.migration, **why},
+        "tail": {"mode": strategies.tail, "aborts": made["abort"], "truncations": made["truncate"]},
+        "routing": {"mode": strategies.routing, "routes": made["route"]},
+    }

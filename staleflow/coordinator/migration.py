@@ -1,0 +1,124 @@
+"""Which trajectories come back to the server, to go on elsewhere.
+
+Two reasons, and both move single trajectories, never a whole replica:
+
+*thrashing*: an instance holds trajectories that it has no KV memory for. They are waiting inside, so taking them away
+costs nothing; each is interrupted if another instance has the memory now.
+
+*tail*: the open step has waited for its last trajectories for ``tail_patience`` of a step. One of the slowest is
+interrupted if another instance would end it ``migration_speedup`` times sooner, re-prefill counted::
+
+    stay = r * step(n, c)
+    move = per_prefill_token * x + r * step(n' + 1, c' + x)
+    stay / move >= migration_speedup
+
+with ``x`` its context and ``r = max(mean_tokens, generated)`` the tokens it is expected to need still: lengths have
+long tails, so what has run long will run long.
+
+A target is alive, has a version not below the trajectory's, nothing waiting inside, a slot and the memory. What has
+moved ``max_moves`` times stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from staleflow.coordinator.situation import Fleet, Interrupt, Ints, Resident, Situation
+from staleflow.coordinator.strategies import Strategies
+
+MOST_MOVES = 4
+"""Blockers moved in one call: each move changes what the next would gain, and the next call will see it."""
+
+
+def gain(situation: Situation, strategies: Strategies) -> list[Interrupt]:
+    fleet = situation.fleet.copy()
+    relief = _relieve(situation, strategies, fleet)
+    relieved = {interrupt.trajectory for interrupt in relief}
+    blockers = [resident for resident in situation.blockers if resident.trajectory not in relieved]
+    return relief + _shorten_tail(situation, strategies, fleet, blockers)
+
+
+def off(situation: Situation, strategies: Strategies) -> list[Interrupt]:  # noqa: ARG001
+    return []
+
+
+MIGRATION: dict[str, Callable[[Situation, Strategies], list[Interrupt]]] = {"gain": gain, "off": off}
+
+
+def migrate(situation: Situation, strategies: Strategies) -> list[Interrupt]:
+    """The interrupts by the configured mode."""
+    return MIGRATION[strategies.migration](situation, strategies)
+
+
+def _relieve(situation: Situation, strategies: Strategies, fleet: Fleet) -> list[Interrupt]:
+    interrupts: list[Interrupt] = []
+    excess = fleet.waiting.copy()
+    for resident in situation.thrashing:
+        source = resident.instance
+        if excess[source] <= 0 or resident.moves >= strategies.max_moves:
+            continue
+        targets = _targets(fleet, resident, strategies.headroom)
+        if not len(targets):
+            continue
+        # Counted in at the target, so that the next one does not rely on the same memory.
+        fleet.place(int(targets[fleet.kv_free[targets].argmax()]), resident.context, strategies.headroom)
+        excess[source] -= 1
+        interrupts.append(Interrupt(resident.trajectory, fleet.names[source], "thrashing"))
+    return interrupts
+
+
+def _shorten_tail(
+    situation: Situation, strategies: Strategies, fleet: Fleet, blockers: list[Resident]
+) -> list[Interrupt]:
+    patience = strategies.tail_patience * situation.pace.step_s
+    since = situation.blocked_since
+    if not blockers or since is None or not situation.pace.step_s or situation.now - since < patience:
+        return []
+    times = situation.cost.step_times(fleet.running, fleet.context).tolist()
+    mean = situation.pace.mean_tokens
+
+    def remaining(resident: Resident) -> float:
+        return max(mean, resident.generated)
+
+    movable = [one for one in blockers if one.moves < strategies.max_moves]
+    movable.sort(key=lambda one: remaining(one) * times[one.instance], reverse=True)
+    interrupts: list[Interrupt] = []
+    for resident in movable[:MOST_MOVES]:
+        target = _faster(situation, strategies, fleet, resident, remaining(resident))
+        if target is not None:
+            fleet.place(target, resident.context, strategies.headroom)
+            fleet.running[resident.instance] -= 1
+            fleet.context[resident.instance] -= resident.context
+            interrupts.append(Interrupt(resident.trajectory, fleet.names[resident.instance], "tail"))
+    return interrupts
+
+
+def _faster(
+    situation: Situation, strategies: Strategies, fleet: Fleet, resident: Resident, tokens: float
+) -> int | None:
+    """The row that would end the trajectory soonest, if that is soon enough."""
+    cost, source = situation.cost, resident.instance
+    targets = _targets(fleet, resident, strategies.headroom)
+    if not len(targets):
+        return None
+    stay = tokens * cost.step(int(fleet.running[source]), int(fleet.context[source]))
+    move = tokens * cost.step_times(fleet.running[targets] + 1, fleet.context[targets] + resident.context)
+    move += cost.per_prefill_token * resident.context + situation.pull_s * fleet.pulling[targets]
+    best = int(move.argmin())
+    worth = move[best] < stay and stay >= strategies.migration_speedup * move[best]
+    return int(targets[best]) if worth else None
+
+
+def _targets(fleet: Fleet, resident: Resident, headroom: int) -> Ints:
+    """The rows that could take the trajectory, other than its own."""
+    may = (
+        fleet.alive
+        & (fleet.version >= resident.version)
+        & (fleet.waiting == 0)
+        & (fleet.running < fleet.max_running)
+        & (fleet.kv_free >= resident.context + headroom)
+    )
+    may[resident.instance] = False
+    return np.flatnonzero(may)

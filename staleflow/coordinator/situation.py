@@ -1,0 +1,221 @@
+"""What the coordinator sees when it decides, and what it may decide.
+
+A ``Situation`` is one consistent picture: the fleet as it will be once the commands already issued have taken effect
+(the speculative state), the trajectories that wait in the server, the room that the ledger has for each version, and
+what the open step waits for. Strategies are pure functions of it and return commands.
+
+The fleet is a table of columns, one row for each instance, because strategies look at all instances at once::
+
+    fleet = Fleet.of([InstanceView("i0", version=3, running=12, context=40_000, kv_free=200_000, ...)])
+    fleet.running[fleet.version == 3]
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staleflow.coordinator.cost import CostModel
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    """One instance, with the commands issued to it counted in. ``version`` is the one after any pull in progress."""
+
+    name: str
+    version: int
+    running: int = 0
+    """Sequences decoding or being prefilled."""
+    waiting: int = 0
+    """Sequences that the instance holds but has no KV memory for: it is thrashing."""
+    context: int = 0
+    """Tokens of context among those running."""
+    kv_free: int = 0
+    """Tokens of KV memory left."""
+    max_running: int = 256
+    alive: bool = True
+    pulling: bool = False
+
+
+@dataclass(slots=True)
+class Fleet:
+    names: list[str]
+    version: Ints
+    running: Ints
+    waiting: Ints
+    context: Ints
+    kv_free: Ints
+    max_running: Ints
+    alive: Bools
+    pulling: Bools
+
+    @classmethod
+    def of(cls, views: Sequence[InstanceView]) -> Fleet:
+        def ints(name: str) -> Ints:
+            return np.array([getattr(view, name) for view in views], dtype=np.int64)
+
+        return cls(
+            names=[view.name for view in views],
+            version=ints("version"),
+            running=ints("running"),
+            waiting=ints("waiting"),
+            context=ints("context"),
+            kv_free=ints("kv_free"),
+            max_running=ints("max_running"),
+            alive=ints("alive").astype(bool),
+            pulling=ints("pulling").astype(bool),
+        )
+
+    def copy(self) -> Fleet:
+        """A working copy, for a strategy to count its own decisions in."""
+        return Fleet(
+            names=self.names,
+            version=self.version.copy(),
+            running=self.running.copy(),
+            waiting=self.waiting.copy(),
+            context=self.context.copy(),
+            kv_free=self.kv_free.copy(),
+            max_running=self.max_running.copy(),
+            alive=self.alive.copy(),
+            pulling=self.pulling.copy(),
+        )
+
+    def place(self, index: int, context: int, headroom: int) -> None:
+        """Count in one more sequence of ``context`` tokens, with room to grow."""
+        self.running[index] += 1
+        self.context[index] += context
+        self.kv_free[index] -= context + headroom
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A trajectory in the server, waiting for an instance."""
+
+    trajectory: str
+    group: str
+    context: int
+    """Tokens to be prefilled: prompt and what was generated so far."""
+    version: int | None
+    """The version its group is reserved with; None if the group is not started (fresh)."""
+
+    @property
+    def level(self) -> float:
+        """What the queue is ordered by: its version, or infinity if it is fresh."""
+        return inf if self.version is None else self.version
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A trajectory on an instance, as far as the server knows."""
+
+    trajectory: str
+    group: str
+    instance: int
+    """Row in the fleet."""
+    context: int
+    generated: int
+    version: int
+    moves: int = 0
+    """How often it has been migrated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How the run has been going: moving averages that the strategies may use. Zero while unknown."""
+
+    step_s: float = 0.0
+    """Time between two versions."""
+    train_s: float = 0.0
+    """Time to train a batch."""
+    rollout_s: float = 0.0
+    """Time the fleet would need to generate a batch at its best throughput."""
+    tail_s: float = 0.0
+    """Time from publishing a version to the end of the longest trajectory started under it."""
+    mean_tokens: float = 0.0
+    """Output tokens of a finished trajectory."""
+
+
+@dataclass(slots=True)
+class Situation:
+    now: float
+    newest: int
+    """The newest version that instances can pull."""
+    fleet: Fleet
+    queue: list[Queued]
+    """Started groups first, oldest version first; then fresh groups in the order of admission. Members of a group are
+    next to each other."""
+    room: dict[int, int]
+    """For each version that an instance holds or could pull: how many more groups the ledger would admit."""
+    cost: CostModel
+    pull_s: float
+    """Time for one instance to pull, by the latest measurement."""
+    group_size: int
+    pace: Pace = field(default_factory=Pace)
+    blockers: list[Resident] = field(default_factory=list["Resident"])
+    """Unfinished trajectories of the groups that the open step waits for."""
+    thrashing: list[Resident] = field(default_factory=list["Resident"])
+    """Trajectories waiting for KV memory inside an instance, latest first."""
+    blocked_since: float | None = None
+    """Since when the open step has had nothing else to wait for than the blockers."""
+    turn: int = 0
+    """Trajectories routed so far: where round robin goes on."""
+
+    @property
+    def started(self) -> int:
+        """How many of the queue belong to started groups; the fresh ones come after them."""
+        return bisect_left(self.queue, inf, key=lambda item: item.level)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Send a queued trajectory to an instance; its tokens will be of ``version`` or newer."""
+
+    trajectory: str
+    group: str
+    instance: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Bring a trajectory back to the server, with its tokens."""
+
+    trajectory: str
+    instance: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Let an instance load ``version`` between two decoding steps."""
+
+    instance: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Give a group up; its prompt will be drawn again."""
+
+    group: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """End a trajectory where it is and score it."""
+
+    trajectory: str
+    instance: str
+
+
+Command = Route | Interrupt | Pull | Abort | Truncate

@@ -1,0 +1,1 @@
+"""The control plane and the port through which it reaches the world."""

@@ -1,0 +1,332 @@
+"""The control plane: turns reports into state, state into decisions, and decisions into commands.
+
+It owns no tokens and no weights, reads no wall clock and draws no random number: time is the event loop's, everything
+else comes through the ports. So the simulator runs it unchanged::
+
+    control = ControlPlane(settings, server, trainer, rewards, prompts)
+    control.join(instance)              # any time; it gets work once it holds a version
+    await control.run(steps=100)
+
+What drives it: ``on_report`` (instances), ``on_scored`` / ``on_score_failed`` (reward workers), ``on_pushed`` /
+``on_trainer_lost`` / ``on_trainer_back`` (trainer). All may be repeated, late or out of order: the server refuses what
+is not news.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from staleflow.coordinator.cost import CostModel
+from staleflow.coordinator.decide import Decision, decide
+from staleflow.coordinator.situation import Abort, Command, Interrupt, Pull, Route, Truncate
+from staleflow.coordinator.strategies import Strategies
+from staleflow.runtime.feed import Feed
+from staleflow.runtime.fleet import FleetTable, Member
+from staleflow.runtime.ports import InstancePort, PromptPort, Report, RewardPort, TrainerPort
+from staleflow.runtime.scoring import Scoring
+from staleflow.runtime.situate import Blocking, Gauge, Line, situate
+from staleflow.servers.lifecycle import Group, Spans, Trajectory
+from staleflow.servers.trajectories import TrajectoryServer
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    strategies: Strategies
+    cost: CostModel
+    """What the coordinator believes an engine step costs."""
+    cycle_s: float = 0.5
+    """At most one decision in this time."""
+    instance_timeout_s: float = 60.0
+    """An instance that has not been heard of for so long is taken for dead."""
+    stall_s: float = 3600.0
+    """Without any news for so long, the run ends with an error that says what it waits for."""
+    reward_timeout_s: float = 120.0
+    reward_tries: int = 3
+    pull_s: float = 1.0
+    """First guess of how long a pull takes; measured from then on."""
+
+
+class StalledError(RuntimeError):
+    """Nothing has happened for so long that nothing will; the message says what the run waits for."""
+
+
+class ControlPlane:
+    def __init__(
+        self,
+        settings: Settings,
+        server: TrajectoryServer,
+        trainer: TrainerPort,
+        rewards: RewardPort,
+        prompts: PromptPort,
+        term: int = 1,
+    ) -> None:
+        self.settings = settings
+        self.term = term
+        """Which life of the control plane this is; a restart begins the next."""
+        self.server = server
+        self.ledger = server.ledger
+        self.members: dict[str, Member] = {}
+        self.gauge = Gauge(settings.pull_s)
+        self.on_decision: Callable[[float, Decision], None] = lambda _time, _decision: None
+        self.filter: Callable[[Group], str | None] = lambda _: None
+        """Why a complete group is not worth training on, if it is not (no learning signal, say)."""
+        self._prompts = prompts
+        self._scoring = Scoring(
+            rewards, settings.reward_timeout_s, settings.reward_tries, lambda each, why: self._release(each.group, why)
+        )
+        self._feed = Feed(server, trainer, settings.strategies.consume, self._drop)
+        self._work = asyncio.Event()
+        self._done = asyncio.Event()
+        self._steps = 0
+        self._blocking = Blocking()
+        self._line = Line()
+        self._table: FleetTable | None = None
+        self._news_at = 0.0
+        """When something last happened."""
+        self._truncating: set[str] = set()
+        """Trajectories that are to end where they are, once their instance has returned them."""
+
+    async def run(self, steps: int) -> None:
+        """Train until ``steps`` versions have been made."""
+        self._steps = steps
+        done = asyncio.create_task(self._done.wait(), name=f"run waits for version {steps}")
+        tasks = {
+            done,
+            asyncio.create_task(self._decide_for_ever(), name="coordinator waits for something to decide"),
+            asyncio.create_task(self._watch_for_ever(), name="watch over instances"),
+        }
+        try:
+            self._changed()
+            finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
+                task.result()  # the other two end only by an error
+        finally:
+            self._scoring.close()
+            for task in tasks:
+                task.cancel()
+
+    # Membership
+
+    def join(self, port: InstancePort) -> None:
+        """An instance is there, for the first time or in a new life."""
+        snapshot = port.snapshot()
+        self.members[port.name] = Member(port, self.term, life=snapshot.life, version=snapshot.version)
+        self._table = None
+        self._changed()
+
+    def recover(self) -> None:
+        """The server has been replayed from the journal: find out what happened while nobody was listening."""
+        held = {(member.name, name): epoch for member in self.members.values() for name, epoch in member.port.held()}
+        for each in list(self.server):
+            member = self.members.get(each.instance or "")
+            if each.state in ("running", "interrupted"):
+                if member is not None and held.get((member.name, each.name)) == each.epoch:
+                    member.residents[each.name] = each
+                else:
+                    self.server.give_back(each.name, each.epoch, each.spans)
+            elif each.state == "generated":
+                self._scoring.ask(each)
+        for (instance, name), epoch in held.items():
+            if name not in self.members[instance].residents:
+                self.members[instance].abort_unknown(name, epoch)
+        if self._feed.recover():
+            self._committed()
+        self._feed.push_on()
+        self._changed()
+
+    def _lose(self, member: Member) -> None:
+        """The instance is dead: what ran there goes on elsewhere, from the last token that was streamed."""
+        member.alive, member.touched = False, True
+        for each in list(member.residents.values()):
+            self.server.give_back(each.name, each.epoch, each.spans)
+        member.lost, member.residents, member.issued, member.pulling = list(member.residents.values()), {}, [], None
+
+    # Reports
+
+    def on_report(self, report: Report) -> None:
+        member = self.members.get(report.instance)
+        if member is None or report.life != member.life:
+            return
+        for name, epoch, spans in report.progress:
+            self.server.stream(name, epoch, spans)
+        for name, epoch, spans in report.finished:
+            if self.server.generated(name, epoch, spans):
+                self.gauge.finished(sum(count for _, count in spans))
+                self._scoring.ask(self.server.trajectories[name])
+                member.residents.pop(name, None)
+        for name, epoch, spans in report.returned:
+            if self._returned(name, epoch, spans):
+                member.residents.pop(name, None)
+        if report.pulled is not None and report.pulled > member.version:
+            member.version, member.touched = report.pulled, True
+            self._renew(member, report.pulled)
+        if member.pulling is not None and member.version >= member.pulling:
+            member.pulling = None
+            self.gauge.pull_ended(member.name, self._now())
+        self._changed()
+
+    def _returned(self, name: str, epoch: int, spans: Spans) -> bool:
+        if name not in self._truncating:
+            return self.server.give_back(name, epoch, spans)
+        self._truncating.discard(name)
+        news = bool(spans) and self.server.generated(name, epoch, spans)
+        if news:
+            self._scoring.ask(self.server.trajectories[name])
+        return news or self.server.give_back(name, epoch, spans)
+
+    def on_scored(self, name: str, reward: float) -> None:
+        if not self._scoring.answered(name):
+            return
+        if completed := self.server.score(name, reward):
+            group, running = completed
+            self._drop(running)
+            if why := self.filter(group):
+                self._release(group, why)
+            self._feed.push_on()
+            self._changed()
+
+    def on_score_failed(self, name: str, why: str) -> None:
+        self._scoring.failed(name, why)
+
+    def on_pushed(self, version: int) -> None:
+        if self._feed.pushed(version):
+            self._committed()
+
+    def on_trainer_lost(self) -> None:
+        if self._feed.lost():
+            self._committed()
+
+    def on_trainer_back(self) -> None:
+        self._feed.back()
+        self._feed.push_on()
+
+    # Decisions
+
+    async def _decide_for_ever(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            self._cycle()
+            await asyncio.sleep(self.settings.cycle_s)
+
+    def _cycle(self) -> None:
+        now = self._now()
+        self._admit()
+        in_training = self.ledger.frontier > self.ledger.version
+        self._blocking.update([] if in_training else self.ledger.blocking(), now)
+        if self._table is None:
+            self._table = FleetTable(list(self.members.values()), self.settings.strategies.headroom)
+        situation = situate(
+            now,
+            self.server,
+            self._table,
+            self.settings.strategies,
+            self.settings.cost,
+            self.gauge,
+            self._blocking,
+            self._line,
+        )
+        decision = decide(situation, self.settings.strategies)
+        self.on_decision(now, decision)
+        self._obey(decision.commands)
+
+    def _admit(self) -> None:
+        """Draw prompts for all the groups that could be reserved now."""
+        while self.server.fresh < self.ledger.room(self.ledger.version):
+            if self.server.admit(self._prompts.tokens) is None:
+                break
+
+    def _obey(self, commands: Iterable[Command]) -> None:
+        submitted: dict[str, list[Trajectory]] = {}
+        interrupted: dict[str, list[Trajectory]] = {}
+        for command in commands:
+            match command:
+                case Route(name, _, instance, version):
+                    if placed := self.server.place(name, instance, version):
+                        submitted.setdefault(instance, []).append(placed)
+                case Interrupt(name, instance, _) | Truncate(name, instance):
+                    if self.server.interrupt(name):
+                        interrupted.setdefault(instance, []).append(self.server.trajectories[name])
+                    if isinstance(command, Truncate):
+                        self._truncating.add(name)
+                case Pull(instance, version):
+                    self.members[instance].pull(version)
+                    self.gauge.pull_started(instance, self._now())
+                case Abort(name, why):
+                    if name in self.server.groups:
+                        self._release(self.server.groups[name], why)
+        for instance, trajectories in interrupted.items():
+            self.members[instance].interrupt(trajectories)
+        for instance, trajectories in submitted.items():
+            self.members[instance].submit(trajectories)
+
+    def _release(self, group: Group, why: str) -> None:
+        self._drop(self.server.release(group, why))
+        self._changed()
+
+    def _drop(self, trajectories: Iterable[Trajectory]) -> None:
+        """Tell the instances that these are wanted no more."""
+        by_instance: dict[str, list[Trajectory]] = {}
+        for each in trajectories:
+            if each.instance in self.members:
+                by_instance.setdefault(each.instance, []).append(each)
+        for instance, dropped in by_instance.items():
+            self.members[instance].abort(dropped)
+
+    # Within
+
+    def _committed(self) -> None:
+        self.gauge.committed(self._now())
+        if self.ledger.version >= self._steps:
+            self._done.set()
+            return
+        self._feed.push_on()
+        self._changed()
+
+    def _renew(self, member: Member, version: int) -> None:
+        """Groups that had not a single token when their instance pulled are as young as the version it pulled."""
+        for each in member.residents.values():
+            group = each.group
+            if each.spans or group.version is None or group.version >= version or group.complete or group.started:
+                continue
+            held = [self.members[peer.instance].version for peer in group.members if peer.instance in self.members]
+            self.server.renew(group, max(group.version, min(held)))
+
+    async def _watch_for_ever(self) -> None:
+        """Nobody reports that it is dead: look, and do not wait for ever for something that will not come."""
+        self._news_at = self._now()
+        while True:
+            await asyncio.sleep(self.settings.instance_timeout_s / 4)
+            self._watch(self._now())
+            if self._now() - self._news_at > self.settings.stall_s:
+                raise StalledError(self.waits_for())
+            self._work.set()
+
+    def waits_for(self) -> str:
+        """In one line, why nothing happens."""
+        alive = sum(member.alive for member in self.members.values())
+        waiting = self.ledger.blocking()
+        what = f"for groups {', '.join(waiting[:8])}" if waiting else "for more complete groups"
+        return (
+            f"step {self.ledger.frontier} has {self.ledger.taken} of {self.ledger.batch_size} groups and waits {what}; "
+            f"{alive} of {len(self.members)} instances are alive, nothing was heard for {self.settings.stall_s:g} s"
+        )
+
+    def _watch(self, now: float) -> None:
+        """Find instances that died, that came back, or that began a new life."""
+        for member in self.members.values():
+            snapshot = member.port.snapshot()
+            silent = now - snapshot.time > self.settings.instance_timeout_s
+            if member.alive and (silent or snapshot.life != member.life):
+                self._lose(member)
+            if not member.alive and not silent:
+                member.revive(snapshot)
+
+    def _changed(self) -> None:
+        self._news_at = self._now()
+        self._work.set()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,75 @@
+"""The trainer's feed: which groups go to the open step, and when a step is committed, rolled back or tried again.
+
+``stream`` hands complete groups over as soon as the ledger lets them go; ``batch`` waits until the whole step is ready.
+A step is committed when its version is durable, and not before: a trainer that dies earlier gets the same groups again,
+one that dies later is not asked again.
+"""
+
+from collections.abc import Callable
+
+from staleflow.coordinator.strategies import Consume
+from staleflow.runtime.ports import TrainerPort
+from staleflow.servers.lifecycle import Trajectory
+from staleflow.servers.trajectories import TrajectoryServer
+
+
+class Feed:
+    def __init__(
+        self,
+        server: TrajectoryServer,
+        trainer: TrainerPort,
+        consume: Consume,
+        drop: Callable[[list[Trajectory]], None],
+    ) -> None:
+        self._server = server
+        self._trainer = trainer
+        self._consume = consume
+        self._drop = drop
+        self._down = False
+
+    def push_on(self) -> None:
+        """Hand over whatever can go now."""
+        ledger = self._server.ledger
+        if self._down or ledger.frontier > ledger.version:
+            return
+        step = ledger.frontier
+        if self._consume == "stream" and (groups := self._server.take()):
+            self._trainer.feed(step, groups)
+        if ledger.frontier == step and ledger.ready():
+            groups, running = self._server.consume()
+            self._trainer.feed(step, groups)
+            self._drop(running)
+        if ledger.frontier > step:
+            self._trainer.finish(step)
+
+    def pushed(self, version: int) -> bool:
+        """``version`` is durable. Whether that was news."""
+        ledger = self._server.ledger
+        if version != ledger.version + 1 or ledger.frontier != version:
+            return False
+        self._server.commit(ledger.version)
+        return True
+
+    def lost(self) -> bool:
+        """The trainer died. Whether a version had become durable that nobody had told us of."""
+        self._down = True
+        return self._settle()
+
+    def back(self) -> None:
+        """A trainer is there again, at the newest durable version and with nothing fed."""
+        self._settle()
+        self._down = False
+
+    def recover(self) -> bool:
+        """After a restart of the control plane: the trainer may have finished a step, or hold half of one."""
+        news = self._settle()
+        self._trainer.reset()
+        return news
+
+    def _settle(self) -> bool:
+        ledger = self._server.ledger
+        if self.pushed(self._trainer.durable()):
+            return True
+        if ledger.taken:
+            self._server.rollback(ledger.version)
+        return False

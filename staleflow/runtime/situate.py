@@ -1,0 +1,142 @@
+"""From what the control plane knows to the ``Situation`` that strategies decide on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from staleflow.coordinator.cost import CostModel
+from staleflow.coordinator.situation import Pace, Queued, Resident, Situation
+from staleflow.coordinator.strategies import Strategies
+from staleflow.runtime.fleet import FleetTable
+from staleflow.servers.lifecycle import Trajectory
+from staleflow.servers.trajectories import TrajectoryServer
+
+
+@dataclass(slots=True)
+class Gauge:
+    """Moving averages of how the run goes, from what has been observed."""
+
+    pull_s: float
+    step_s: float = 0.0
+    mean_tokens: float = 0.0
+    _committed: float | None = None
+    _pulls: dict[str, float] = field(default_factory=dict[str, float])
+
+    def pull_started(self, instance: str, now: float) -> None:
+        self._pulls[instance] = now
+
+    def pull_ended(self, instance: str, now: float) -> None:
+        if (started := self._pulls.pop(instance, None)) is not None:
+            self.pull_s += 0.1 * (now - started - self.pull_s)
+
+    def committed(self, now: float) -> None:
+        if self._committed is not None:
+            self.step_s = blend(self.step_s, now - self._committed, 0.3)
+        self._committed = now
+
+    def finished(self, tokens: int) -> None:
+        self.mean_tokens = blend(self.mean_tokens, float(tokens), 0.01)
+
+    def pace(self) -> Pace:
+        return Pace(step_s=self.step_s, mean_tokens=self.mean_tokens)
+
+
+@dataclass(slots=True)
+class Blocking:
+    """What the open step waits for, and since when it has waited for nothing else."""
+
+    groups: list[str] = field(default_factory=list[str])
+    since: float | None = None
+
+    def update(self, groups: list[str], now: float) -> None:
+        self.groups = groups
+        self.since = None if not groups else now if self.since is None else self.since
+
+
+class Line:
+    """The queue as strategies see it. Entries of fresh groups are made once: most of them wait for many cycles."""
+
+    def __init__(self) -> None:
+        self._fresh: dict[str, list[Queued]] = {}
+
+    def queue(self, server: TrajectoryServer, places: int) -> list[Queued]:
+        """What waits, no more than there are places for: members of reserved groups first, then fresh groups."""
+        resuming, fresh = server.queue(places)
+        line = [Queued(each.name, each.group.name, each.context, each.group.version) for each in resuming]
+        seen: dict[str, list[Queued]] = {}
+        for group in fresh:
+            if len(line) >= places:
+                break
+            entries = self._fresh.get(group.name)
+            if entries is None:
+                entries = [Queued(each.name, group.name, group.prompt_tokens, None) for each in group.members]
+            seen[group.name] = entries
+            line += entries
+        self._fresh = seen
+        return line
+
+
+def blend(old: float, new: float, share: float) -> float:
+    return old + share * (new - old) if old else new
+
+
+def situate(
+    now: float,
+    server: TrajectoryServer,
+    table: FleetTable,
+    strategies: Strategies,
+    cost: CostModel,
+    gauge: Gauge,
+    blocking: Blocking,
+    line: Line,
+) -> Situation:
+    """One consistent picture of this moment."""
+    ledger, fleet = server.ledger, table.refresh()
+    free = np.where(fleet.alive, np.maximum(0, fleet.max_running - fleet.running), 0)
+    versions = {int(version) for version in np.unique(fleet.version) if version >= 0} | {ledger.version}
+    return Situation(
+        now=now,
+        newest=ledger.version,
+        fleet=fleet,
+        queue=line.queue(server, int(free.sum())),
+        room={version: ledger.room(version) for version in versions},
+        cost=cost,
+        pull_s=gauge.pull_s,
+        group_size=server.group_size,
+        pace=gauge.pace(),
+        blockers=blockers(server, table.rows, blocking.groups)
+        if len(blocking.groups) <= strategies.tail_groups
+        else [],
+        thrashing=thrashing(table) if fleet.waiting.any() else [],
+        blocked_since=blocking.since,
+    )
+
+
+def blockers(server: TrajectoryServer, rows: dict[str, int], names: Sequence[str]) -> list[Resident]:
+    """Unfinished trajectories of the groups that the open step waits for."""
+    groups = [server.groups[name] for name in names]
+    return [resident(each, rows) for group in groups for each in group.members if each.instance in rows]
+
+
+def thrashing(table: FleetTable) -> list[Resident]:
+    """The latest arrivals on instances that hold more than they have KV memory for."""
+    found: list[Resident] = []
+    for row in np.flatnonzero(table.fleet.waiting * table.fleet.alive):
+        waiting = int(table.fleet.waiting[row])
+        latest = list(table.members[row].residents.values())[-waiting:]
+        found += [resident(each, table.rows) for each in reversed(latest) if each.state == "running"]
+    return found
+
+
+def resident(trajectory: Trajectory, rows: dict[str, int]) -> Resident:
+    assert trajectory.instance is not None
+    return Resident(
+        trajectory.name,
+        trajectory.group.name,
+        instance=rows[trajectory.instance],
+        context=trajectory.context,
+        generated=trajectory.generated,
+        version=trajectory.group.version or 0,
+        moves=trajectory.moves,
+    )

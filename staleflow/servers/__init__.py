@@ -1,0 +1,1 @@
+"""Who owns what: trajectories, weight versions and the journal of everything that happened to them."""

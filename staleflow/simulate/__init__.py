@@ -1,0 +1,1 @@
+"""The simulator: the production control code under a virtual clock, over modelled engines and trainer."""

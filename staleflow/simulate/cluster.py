@@ -1,0 +1,226 @@
+"""A whole simulated run: the production control plane over modelled engines, trainer, weights and rewards.
+
+Nothing here decides anything: the cluster builds the parts, connects them and lets faults happen to them. Use::
+
+    cluster = Cluster(preset("paper-14b"), seed=1)
+    cluster.run()
+    cluster.recorder.trained_tokens, cluster.recorder.violations
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from staleflow.coordinator.decide import Decision
+from staleflow.protocol import StalenessLedger
+from staleflow.runtime.control import ControlPlane, Settings
+from staleflow.runtime.ports import Report, Work
+from staleflow.servers.journal import MemoryJournal
+from staleflow.servers.lifecycle import Group, Trajectory
+from staleflow.servers.trajectories import TrajectoryServer, of_group
+from staleflow.simulate.clock import VirtualLoop
+from staleflow.simulate.instance import Instance
+from staleflow.simulate.network import Network, Remote
+from staleflow.simulate.presets import Setting
+from staleflow.simulate.randomness import Keyed
+from staleflow.simulate.recorder import Recorder
+from staleflow.simulate.rewards import SimRewards
+from staleflow.simulate.rollout import SimRollout
+from staleflow.simulate.trainer import SimTrainer
+from staleflow.simulate.weights import SimWeights
+
+BLOCK = 16
+"""Tokens in a block of KV memory."""
+DECISION, FAULT = NOTES = ("decision", "fault")
+"""Events that say what happened, and change nothing."""
+
+
+class Cluster:
+    def __init__(self, setting: Setting, seed: int, keep_journal: bool = False, shuffle: bool = False) -> None:
+        setting.check()
+        self.setting = setting
+        self.keyed = Keyed(seed)
+        self.workload = setting.workload.with_seed(seed)
+        self.loop = VirtualLoop(shuffle=seed if shuffle else None)
+        self.network = Network(self.keyed.generator("network"))
+        self.journal = MemoryJournal(keep=keep_journal)
+        self.recorder = Recorder(setting.staleness)
+        self.weights = SimWeights(setting.weight_bytes, setting.link_bandwidth, setting.total_bandwidth)
+        self.trainer = SimTrainer(setting.trainer, self.weights, self.pushed, self._trainer_waits_for)
+        self.rewards = SimRewards(self.keyed, setting.reward_s, setting.reward_success, self.scored)
+        self.control = self.new_control(term=1)
+        self.rollouts = [self.new_rollout(f"i{index}") for index in range(setting.instances)]
+        self.on_start: list[Callable[[], None]] = []
+        """Called when the run starts, with the loop running: faults arm themselves here."""
+        self.down = False
+        """Whether the control plane is dead."""
+        self._killed = asyncio.Event()
+        self._down_s = 0.0
+        self._undelivered: list[Report] = []
+        self._targets: dict[str, int] = {}
+
+    def run(self) -> None:
+        """Simulate until the setting's steps are trained."""
+        self.loop.run(self._run())
+
+    async def _run(self) -> None:
+        for rollout in self.rollouts:
+            self.join(rollout)
+        for start in self.on_start:
+            start()
+        while not await self._live():
+            await asyncio.sleep(self._down_s)
+            self._recover()
+
+    async def _live(self) -> bool:
+        """One life of the control plane. Whether it reached the end of the run."""
+        run = asyncio.create_task(self.control.run(self.setting.steps), name="the run")
+        killed = asyncio.create_task(self._killed.wait(), name="kill of the control plane")
+        finished, _ = await asyncio.wait({run, killed}, return_when=asyncio.FIRST_COMPLETED)
+        killed.cancel()
+        if run in finished:
+            run.result()
+            return True
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+        return False
+
+    def kill_control(self, down_s: float) -> None:
+        """The control plane dies, with everything that it did not write to the journal; it is back after a while."""
+        if not self.down:
+            self.down, self._down_s = True, down_s
+            self._killed.set()
+
+    def kill_trainer(self, down_s: float, after_push: bool) -> None:
+        """The trainer dies: now, or right after its next version is durable and before anyone is told."""
+        if self.trainer.alive:
+            self.trainer.die(after_push, lambda: self._trainer_died(down_s))
+
+    def _trainer_died(self, down_s: float) -> None:
+        if not self.down:
+            self.control.on_trainer_lost()
+        self.loop.call_later(down_s, self._trainer_back)
+
+    def _trainer_back(self) -> None:
+        self.trainer.start_again()
+        if not self.down:
+            self.control.on_trainer_back()
+
+    def _recover(self) -> None:
+        self._killed.clear()
+        self.control = self.new_control(self.control.term + 1)
+        for rollout in self.rollouts:
+            self.join(rollout)
+        self.down = False
+        self.control.recover()
+        if not self.trainer.alive:
+            self.control.on_trainer_lost()
+        reports, self._undelivered = self._undelivered, []
+        for report in reports:
+            self.control.on_report(report)
+
+    # Parts
+
+    def journal_faults(self) -> None:
+        """Keep the journal's events: a restart of the control plane needs them."""
+        self.journal.keep = True
+
+    def join(self, rollout: SimRollout) -> None:
+        self.control.join(Remote(rollout, self.network))
+
+    def new_control(self, term: int) -> ControlPlane:
+        setting = self.setting
+        ledger = StalenessLedger(setting.groups, setting.staleness, setting.redundancy)
+        server = TrajectoryServer(ledger, setting.group_size, setting.extra_members, self.journal)
+        server.replay(event for event in self.journal.events if event[0] not in NOTES)
+        server.on_aborted = self._aborted
+        server.on_committed = self._committed
+        settings = Settings(
+            setting.strategies,
+            setting.rollout,
+            cycle_s=setting.cycle_s,
+            pull_s=setting.weight_bytes / setting.link_bandwidth,
+        )
+        control = ControlPlane(settings, server, self.trainer, self.rewards, self, term)
+        control.on_decision = self._decided
+        control.filter = no_signal if setting.filter_uniform else control.filter
+        return control
+
+    def new_rollout(self, name: str, speed: float = 1.0) -> SimRollout:
+        setting = self.setting
+        engine = Instance(setting.rollout, setting.kv_tokens // BLOCK, BLOCK, setting.max_running, setting.chunk, speed)
+        return SimRollout(name, engine, self.weights, self._target_of, self.report, self.recorder.left)
+
+    # What the parts say to the control plane. They look it up when they speak: it may have been replaced.
+
+    def report(self, report: Report) -> None:
+        self.network.send(lambda: self._hear(report))
+
+    def _hear(self, report: Report) -> None:
+        if self.down:
+            self._undelivered.append(report)
+        else:
+            self.control.on_report(report)
+
+    def scored(self, name: str, reward: float) -> None:
+        if not self.down:
+            self.control.on_scored(name, reward)
+
+    def pushed(self, version: int) -> None:
+        if not self.down:
+            self.control.on_pushed(version)
+
+    # What they ask
+
+    def tokens(self, prompt: int) -> int | None:
+        """The prompt source: length of a prompt, None past the end of the data."""
+        if self.setting.prompts is not None and prompt >= self.setting.prompts:
+            return None
+        return self.workload.prompt_tokens(prompt)
+
+    def _target_of(self, work: Work) -> int:
+        """How long the trajectory will become: known to the engine as it ends, never to a scheduler."""
+        target = self._targets.get(work.trajectory)
+        if target is None:
+            prompt, attempt = of_group(work.group)
+            member = int(work.trajectory.rpartition("/")[2])
+            version = self.control.ledger.version  # fixed when it starts; matters only if lengths drift
+            target = self._targets[work.trajectory] = self.workload.length(prompt, member, attempt, version)
+        return target
+
+    def _trainer_waits_for(self) -> str:
+        """Why the trainer is idle: the tail of named groups, or just too few that are complete."""
+        return "tail" if self.control.ledger.blocking() else "generation"
+
+    # What is recorded
+
+    def _committed(self, step: int, groups: list[Group]) -> None:
+        self.recorder.committed(self.loop.time(), step, groups)
+        for group in groups:
+            for member in group.members:
+                self._targets.pop(member.name, None)
+
+    def _aborted(self, trajectory: Trajectory, reason: str) -> None:
+        self.recorder.aborted(trajectory, reason)
+        self._targets.pop(trajectory.name, None)
+
+    def _decided(self, now: float, decision: Decision) -> None:
+        if decision.commands:
+            self.journal.append((DECISION, now, encode(decision)))
+
+
+def encode(decision: Decision) -> tuple[Any, ...]:
+    """A decision as plain values: its inputs, and the name and fields of every command."""
+    commands = tuple(
+        (type(command).__name__, *(getattr(command, name) for name in type(command).__slots__))
+        for command in decision.commands
+    )
+    return tuple(sorted((key, str(value)) for key, value in decision.inputs.items())), commands
+
+
+def no_signal(group: Group) -> str | None:
+    """Groups whose rewards are all equal teach nothing."""
+    rewards = {member.reward for member in group.members if member.state == "complete"}
+    return "no signal" if len(rewards) <= 1 else None

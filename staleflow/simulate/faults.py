@@ -1,0 +1,97 @@
+"""Faults: things that go wrong in a simulated run, drawn from its seed.
+
+    arm(cluster, count=8)     # before cluster.run()
+
+Instances crash (and start again), hang, slow down, or join late; the network delays, repeats and reorders; the trainer
+dies before its push, or after it and before anyone was told; reward workers do not answer; the control plane is killed
+and comes back from its journal. What must hold in spite of all that is in ``invariants.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from staleflow.simulate.cluster import FAULT, Cluster
+
+Fault = Callable[[Cluster, Random], None]
+
+
+def crash(cluster: Cluster, random: Random) -> None:
+    rollout = random.choice(cluster.rollouts)
+    if rollout.up:
+        rollout.crash()
+        cluster.loop.call_later(random.uniform(1, 120), rollout.restart)
+
+
+def hang(cluster: Cluster, random: Random) -> None:
+    random.choice(cluster.rollouts).hang(random.uniform(1, 150))
+
+
+def slow_down(cluster: Cluster, random: Random) -> None:
+    rollout = random.choice(cluster.rollouts)
+    rollout.slow_down(random.uniform(0.1, 0.6))
+    cluster.loop.call_later(random.uniform(10, 200), lambda: rollout.slow_down(1.0))
+
+
+def late_join(cluster: Cluster, random: Random) -> None:
+    rollout = cluster.new_rollout(f"late{len(cluster.rollouts)}", random.uniform(0.5, 1.5))
+    cluster.rollouts.append(rollout)
+    if not cluster.down:
+        cluster.join(rollout)
+
+
+def bad_network(cluster: Cluster, random: Random) -> None:
+    cluster.network.trouble(random.uniform(5, 100))
+
+
+def kill_trainer(cluster: Cluster, random: Random) -> None:
+    cluster.kill_trainer(random.uniform(1, 60), after_push=False)
+
+
+def kill_trainer_after_push(cluster: Cluster, random: Random) -> None:
+    cluster.kill_trainer(random.uniform(1, 60), after_push=True)
+
+
+def kill_control(cluster: Cluster, random: Random) -> None:
+    cluster.kill_control(random.uniform(0.1, 30))
+
+
+def silent_rewards(cluster: Cluster, random: Random) -> None:
+    cluster.rewards.silent = random.uniform(0.05, 0.6)
+    cluster.loop.call_later(random.uniform(20, 200), lambda: setattr(cluster.rewards, "silent", 0.0))
+
+
+FAULTS: dict[str, Fault] = {
+    each.__name__: each
+    for each in (
+        crash,
+        hang,
+        slow_down,
+        late_join,
+        bad_network,
+        kill_trainer,
+        kill_trainer_after_push,
+        kill_control,
+        silent_rewards,
+    )
+}
+
+
+def arm(cluster: Cluster, count: int, names: tuple[str, ...] = tuple(FAULTS)) -> None:
+    """Let ``count`` random faults happen, the next one always a while after the last."""
+    random = cluster.keyed.generator("faults")
+    setting = cluster.setting
+    batch_tokens = setting.groups * setting.group_size * cluster.workload.mean_tokens()
+    pause = max(1.0, 2.0 * setting.trainer.train_s(batch_tokens) * setting.steps / (count + 1))
+
+    def happen(left: int) -> None:
+        if left == 0:
+            return
+        name = random.choice(names)
+        cluster.journal.append((FAULT, cluster.loop.time(), name))
+        FAULTS[name](cluster, random)
+        cluster.loop.call_later(random.expovariate(1 / pause), happen, left - 1)
+
+    cluster.journal_faults()
+    cluster.on_start.append(lambda: cluster.loop.call_later(random.expovariate(1 / pause), happen, count) and None)

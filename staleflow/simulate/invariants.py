@@ -1,0 +1,94 @@
+"""What must hold after every instant of a simulated run, recomputed from the outside.
+
+    watch(cluster)            # before cluster.run()
+
+Cheap checks run after every instant, those that look at every trajectory after every ``FULL``-th and at the end.
+"""
+
+from staleflow.simulate.cluster import Cluster
+
+FULL = 64
+
+
+class BrokenInvariantError(AssertionError):
+    """A promise was broken; the message says which, when and by whom."""
+
+
+def watch(cluster: Cluster) -> None:
+    """Check the cluster after every instant of its run."""
+    versions: dict[tuple[str, int], int] = {}
+
+    def check() -> None:
+        _check_training(cluster)
+        if cluster.loop.instants % FULL == 0:
+            check_all(cluster, versions)
+
+    cluster.loop.on_instant = check
+
+
+def check_all(cluster: Cluster, versions: dict[tuple[str, int], int] | None = None) -> None:
+    _check_instances(cluster, versions if versions is not None else {})
+    _check_tokens(cluster)
+    _check_groups(cluster)
+
+
+def _check_training(cluster: Cluster) -> None:
+    ledger, bound = cluster.control.ledger, cluster.setting.staleness
+    if cluster.recorder.violations:
+        raise _broken(cluster, "a group was trained that is older than the bound")
+    if ledger.version != cluster.weights.version and ledger.version + 1 != cluster.weights.version:
+        raise _broken(cluster, f"version {ledger.version} is committed, {cluster.weights.version} is durable")
+    if bound == 0 and ledger.frontier > ledger.version:
+        counts = ledger.counts()
+        if counts["live"] != counts["leased"]:
+            raise _broken(cluster, "with bound 0, generation for the next step overlaps training")
+
+
+def _check_instances(cluster: Cluster, versions: dict[tuple[str, int], int]) -> None:
+    for rollout in cluster.rollouts:
+        if rollout.engine.kv_free < 0:
+            raise _broken(cluster, f"{rollout.name} holds more KV than it has memory for")
+        life = (rollout.name, rollout.life)
+        if rollout.version < versions.get(life, -1):
+            raise _broken(cluster, f"{rollout.name} went back to version {rollout.version}")
+        versions[life] = rollout.version
+        if rollout.version > cluster.weights.version:
+            raise _broken(cluster, f"{rollout.name} serves version {rollout.version} before it is durable")
+
+
+def _check_tokens(cluster: Cluster) -> None:
+    """generated = trained + wasted by cause + in flight"""
+    recorder = cluster.recorder
+    generated = sum(each.generated_tokens() for each in cluster.rollouts)
+    on_engines = sum(each.on_engine() for each in cluster.rollouts)
+    ended = recorder.trained_tokens + sum(recorder.wasted.values())
+    in_flight = sum(recorder.made.values()) + on_engines
+    if generated != ended + in_flight:
+        raise _broken(cluster, f"{generated} tokens were generated, {ended} ended and {in_flight} are in flight")
+
+
+def _check_groups(cluster: Cluster) -> None:
+    """Every prompt that was drawn is trained once, live, or owed; every live group is known to ledger and server."""
+    server = cluster.control.server
+    repeated = [prompt for prompt, times in cluster.recorder.trained_prompts.items() if times > 1]
+    if repeated:
+        raise _broken(cluster, f"prompts {repeated[:5]} were trained more than once")
+    lost = lost_prompts(cluster)
+    if lost:
+        raise _broken(cluster, f"prompts {sorted(lost)[:5]} are lost")
+    reserved = {name for name, group in server.groups.items() if group.version is not None}
+    known = {name for name, _, _ in server.ledger.to_state()["groups"]}
+    if reserved != known:
+        raise _broken(cluster, f"groups {sorted(reserved ^ known)[:5]} are in the server or in the ledger, not in both")
+
+
+def lost_prompts(cluster: Cluster) -> set[int]:
+    """Prompts that were drawn and are neither trained nor live nor owed."""
+    server = cluster.control.server
+    found = set(cluster.recorder.trained_prompts) | set(server.owed)
+    found |= {group.prompt for group in server.groups.values()}
+    return set(range(server.next_prompt)) - found
+
+
+def _broken(cluster: Cluster, what: str) -> BrokenInvariantError:
+    return BrokenInvariantError(f"at {cluster.loop.time():.3f} s: {what}")

@@ -1,0 +1,281 @@
+"""The timeline of a simulated run as one self-contained SVG: what the trainer and the instances did, second by second.
+
+``Timeline`` only looks: it is called between two instants of the virtual clock, sets no timer and sends nothing, so a
+run that is watched is the same run (and a stuck one is still found to be stuck). Use::
+
+    timeline = Timeline(cluster)        # before the run, and after whatever else is hooked into it
+    cluster.run()
+    Path("run.svg").write_text(draw(timeline))
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+from staleflow.simulate.cluster import Cluster
+from staleflow.simulate.rollout import SimRollout
+
+LANES = 32
+"""Instances that are shown; of more, as many, evenly chosen."""
+SAMPLES = 800
+"""Columns at most. A run that needs more halves them and looks half as often from then on."""
+DOWN = -1
+
+# Okabe and Ito's colours, told apart with any colour vision; the shades of blue grow darker evenly.
+TRAINING = "#009E73"
+WAITING = {
+    "start": ("#D9D9D9", "start"),
+    "generation": ("#F0E442", "waits for generation"),
+    "tail": ("#D55E00", "waits for the tail"),
+    "push": ("#CC79A7", "push"),
+}
+OTHER = "#7F7F7F"
+PULL = "#E69F00"
+BROKEN = "#000000"
+SHADES = ("#F3F6FA", "#DCE7F3", "#C2D7EA", "#A0C3DF", "#77A9D0", "#4F8DBF", "#2F70AA", "#175391", "#083770")
+
+WIDTH, LEFT, RIGHT, TOP = 1200, 96, 24, 104
+TRAINER_HEIGHT, LANE_HEIGHT, GAP = 24, 13, 2
+
+
+class Wait(NamedTuple):
+    start: float
+    end: float
+    cause: str
+
+
+class Timeline:
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.lanes: list[SimRollout] = _chosen(cluster.rollouts)
+        self.times: list[float] = []
+        self.levels: list[list[int]] = []
+        """For each time the sequences that each lane runs; a lane that joined later is missing at the end."""
+        self.pulls: list[tuple[float, int]] = []
+        """When a lane, by its number, was first seen with a new version."""
+        self.waits: list[Wait] = []
+        self._every = 0.0
+        self._versions: dict[str, int] = {}
+        self._instances = len(cluster.rollouts)
+        self._idle: dict[str, float] = {}
+        cluster.on_start.append(self._attach)
+
+    def _attach(self) -> None:
+        before = self.cluster.loop.on_instant
+
+        def look() -> None:
+            if before is not None:
+                before()
+            self._look()
+
+        self.cluster.loop.on_instant = look
+
+    def _look(self) -> None:
+        now = self.cluster.loop.time()
+        self._look_at_trainer(now)
+        if not self.times or now >= self.times[-1] + self._every:
+            self._look_at_instances(now)
+
+    def _look_at_trainer(self, now: float) -> None:
+        """The trainer adds a wait to its account at the instant at which it ends."""
+        for cause, total in self.cluster.trainer.idle.items():
+            if waited := total - self._idle.get(cause, 0.0):
+                self.waits.append(Wait(now - waited, now, cause))
+                self._idle[cause] = total
+
+    def _look_at_instances(self, now: float) -> None:
+        joined = self.cluster.rollouts[self._instances :]
+        self._instances += len(joined)
+        self.lanes += joined[: max(0, LANES - len(self.lanes))]
+        self.times.append(now)
+        self.levels.append([_level(each) for each in self.lanes])
+        for lane, each in enumerate(self.lanes):
+            if self._versions.get(each.name) != each.version:
+                self._versions[each.name] = each.version
+                if each.version >= 0:
+                    self.pulls.append((now, lane))
+        if len(self.times) == SAMPLES:
+            self.times, self.levels = self.times[::2], self.levels[::2]
+            self._every = now / (SAMPLES // 2)
+
+
+def _level(rollout: SimRollout) -> int:
+    """Sequences that it runs now: none while it loads weights or hangs."""
+    if not rollout.up:
+        return DOWN
+    return 0 if rollout.engine.paused else rollout.engine.running + rollout.engine.prefilling
+
+
+def _chosen(rollouts: list[SimRollout]) -> list[SimRollout]:
+    count = min(LANES, len(rollouts))
+    return [rollouts[index * len(rollouts) // count] for index in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Seconds to pixels."""
+
+    end: float
+
+    def x(self, seconds: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * seconds / self.end
+
+
+def draw(timeline: Timeline) -> str:
+    """The picture of a run that has ended."""
+    cluster = timeline.cluster
+    scale = _Scale(cluster.loop.time())
+    first = TOP + TRAINER_HEIGHT + 12
+    bottom = first + len(timeline.lanes) * (LANE_HEIGHT + GAP)
+    parts = [
+        *_heading(cluster, len(timeline.lanes)),
+        *_trainer_legend(timeline, scale),
+        *_instance_legend(timeline),
+        *_trainer(timeline, scale),
+        *_instances(timeline, scale, first),
+        *_commits(timeline, scale, bottom),
+        *_axis(scale, bottom),
+    ]
+    title = escape(f"Timeline of a simulated run of {cluster.setting.name}")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 48}" width="{WIDTH}" '
+        f'height="{bottom + 48}" role="img" font-family="system-ui, Helvetica, Arial, sans-serif" font-size="11" '
+        f'fill="#222222">\n<title>{title}</title>\n<rect width="100%" height="100%" fill="#FFFFFF"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+# Pieces
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
+
+
+def _box(x: float, y: float, width: float, height: float, fill: str) -> str:
+    return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}"/>'
+
+
+def _heading(cluster: Cluster, shown: int) -> Iterator[str]:
+    setting, count = cluster.setting, len(cluster.rollouts)
+    text = (
+        f"{setting.name}, seed {cluster.keyed.seed}: {setting.groups} groups x {setting.group_size}, "
+        f"staleness up to {setting.staleness}, {count} instances{f' ({shown} shown)' if shown < count else ''}, "
+        f"{setting.training_gpus} training GPUs"
+    )
+    yield _text(LEFT, 26, text, more=' font-size="15" font-weight="600"')
+
+
+def _trainer_legend(timeline: Timeline, scale: _Scale) -> Iterator[str]:
+    shares: dict[str, float] = defaultdict(float)
+    for wait in timeline.waits:
+        shares[wait.cause] += (wait.end - wait.start) / scale.end
+    entries = [(TRAINING, "trains", 1.0 - sum(shares.values()))]
+    entries += [(*_colour(cause), shares[cause]) for cause in (*WAITING, *sorted(shares.keys() - WAITING.keys()))]
+    yield _text(LEFT - 8, 51, "Trainer", "end", ' font-weight="600"')
+    x = LEFT
+    for colour, name, share in entries:
+        if share >= 0.0005:
+            yield _box(x, 42, 11, 11, colour)
+            yield _text(x + 16, 51, label := f"{name} {share:.1%}")
+            x += 34 + round(6.1 * len(label))
+
+
+def _colour(cause: str) -> tuple[str, str]:
+    return WAITING.get(cause, (OTHER, cause))
+
+
+def _instance_legend(timeline: Timeline) -> Iterator[str]:
+    yield _text(LEFT - 8, 71, "Instances", "end", ' font-weight="600"')
+    for index, shade in enumerate(SHADES):
+        yield _box(LEFT + 14 * index, 62, 14, 11, shade)
+    yield f'<rect x="{LEFT}" y="62" width="{14 * len(SHADES)}" height="11" fill="none" stroke="#BBBBBB"/>'
+    x = LEFT + 14 * len(SHADES)
+    yield _text(x + 8, 71, f"0 to {_most(timeline)} sequences running")
+    yield _box(x + 186, 62, 2, 11, PULL)
+    yield _text(x + 194, 71, "new weights")
+    if any(DOWN in levels for levels in timeline.levels):
+        yield _box(x + 280, 62, 11, 11, BROKEN)
+        yield _text(x + 296, 71, "down")
+
+
+def _most(timeline: Timeline) -> int:
+    return max(1, max(max(levels) for levels in timeline.levels))
+
+
+def _trainer(timeline: Timeline, scale: _Scale) -> Iterator[str]:
+    yield _text(LEFT - 8, TOP + 16, "trainer", "end")
+    yield _box(LEFT, TOP, scale.x(scale.end) - LEFT, TRAINER_HEIGHT, TRAINING)
+    for start, end, cause in timeline.waits:
+        yield _box(scale.x(start), TOP, scale.x(end) - scale.x(start), TRAINER_HEIGHT, _colour(cause)[0])
+
+
+def _instances(timeline: Timeline, scale: _Scale, top: float) -> Iterator[str]:
+    """One path for each shade, which is far smaller than a rectangle for each change."""
+    paths: dict[str, list[str]] = defaultdict(list)
+    for lane, rollout in enumerate(timeline.lanes):
+        y = top + lane * (LANE_HEIGHT + GAP)
+        yield _text(LEFT - 8, y + LANE_HEIGHT - 3, rollout.name, "end", ' font-size="10"')
+        for start, end, fill in _runs(timeline, lane, scale.end):
+            x, right = scale.x(start), scale.x(end)
+            paths[fill].append(f"M{x:.1f} {y:g}H{right:.1f}v{LANE_HEIGHT}H{x:.1f}z")
+    for time, lane in timeline.pulls:
+        y = top + lane * (LANE_HEIGHT + GAP)
+        paths[PULL].append(f"M{scale.x(time) - 0.6:.1f} {y:g}h1.2v{LANE_HEIGHT}h-1.2z")
+    for fill in (*SHADES, BROKEN, PULL):
+        if fill in paths:
+            yield f'<path fill="{fill}" shape-rendering="crispEdges" d="{"".join(paths[fill])}"/>'
+
+
+def _runs(timeline: Timeline, lane: int, end: float) -> Iterator[tuple[float, float, str]]:
+    """Stretches of one lane in which its shade stays the same."""
+    most = _most(timeline)
+    columns = [
+        (time, _shade(levels[lane], most))
+        for time, levels in zip(timeline.times, timeline.levels, strict=True)
+        if lane < len(levels)
+    ]
+    changes = [(next(same)[0], fill) for fill, same in groupby(columns, key=lambda column: column[1])]
+    for (start, fill), (until, _) in zip(changes, [*changes[1:], (end, "")], strict=True):
+        yield start, until, fill
+
+
+def _shade(level: int, most: int) -> str:
+    """The lightest is kept for nothing at all."""
+    if level == DOWN:
+        return BROKEN
+    return SHADES[-(-level * (len(SHADES) - 1) // most)]
+
+
+def _commits(timeline: Timeline, scale: _Scale, bottom: float) -> Iterator[str]:
+    """A line for each version, and its number where there is room for it."""
+    free = 0.0
+    yield _text(LEFT - 8, TOP - 8, "version", "end")
+    for step in timeline.cluster.recorder.steps:
+        x = scale.x(step.time)
+        yield (
+            f'<line x1="{x:.1f}" y1="{TOP - 4}" x2="{x:.1f}" y2="{bottom:g}" stroke="#222222" stroke-width="0.8" '
+            f'stroke-dasharray="3 2"/>'
+        )
+        if x >= free:
+            yield _text(x, TOP - 8, str(step.step + 1), "middle")
+            free = x + 22
+
+
+def _axis(scale: _Scale, bottom: float) -> Iterator[str]:
+    steps = [factor * 10**power for power in range(-2, 9) for factor in (1, 2, 5)]
+    step = steps[bisect_right(steps, scale.end / 12)]
+    y = bottom + 6
+    yield f'<line x1="{LEFT}" y1="{y:g}" x2="{WIDTH - RIGHT}" y2="{y:g}" stroke="#222222"/>'
+    for index in range(int(scale.end / step) + 1):
+        x = scale.x(index * step)
+        yield f'<line x1="{x:.1f}" y1="{y:g}" x2="{x:.1f}" y2="{y + 4:g}" stroke="#222222"/>'
+        yield _text(x, y + 16, f"{index * step:,g}", "middle")
+    yield _text((LEFT + WIDTH - RIGHT) / 2, y + 32, "simulated seconds", "middle")

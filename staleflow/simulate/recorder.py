@@ -1,0 +1,75 @@
+"""What a simulated run did, counted from the tokens' own version stamps and never from what the ledger believes.
+
+Every token is followed from the engine that made it to its end. ``left`` tells how many tokens an engine made for a
+trajectory before it left; they are *made* until the trajectory is trained or given up. So at any moment::
+
+    generated = trained + wasted (by cause) + made + on engines
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from staleflow.servers.lifecycle import Group, Trajectory
+
+
+@dataclass(slots=True)
+class Step:
+    """One trained step."""
+
+    step: int
+    time: float
+    tokens: int
+    prompt_tokens: int
+    lengths: list[int]
+
+
+@dataclass(slots=True)
+class Recorder:
+    bound: int
+    steps: list[Step] = field(default_factory=list[Step])
+    token_staleness: Counter[int] = field(default_factory=Counter[int])
+    group_staleness: Counter[int] = field(default_factory=Counter[int])
+    wasted: Counter[str] = field(default_factory=Counter[str])
+    trained_prompts: Counter[int] = field(default_factory=Counter[int])
+    violations: int = 0
+    """Trained groups that hold a token older than the bound allows."""
+    made: dict[str, int] = field(default_factory=dict[str, int])
+    _ended: dict[str, str] = field(default_factory=dict[str, str])
+    """Why trajectories ended that an engine may still hold."""
+
+    def left(self, name: str, tokens: int) -> None:
+        """An engine made so many tokens for the trajectory and holds it no more."""
+        if name in self._ended:
+            self.wasted[self._ended.pop(name)] += tokens
+        else:
+            self.made[name] = self.made.get(name, 0) + tokens
+
+    def committed(self, time: float, step: int, groups: list[Group]) -> None:
+        tokens, prompt_tokens, lengths = 0, 0, list[int]()
+        for group in groups:
+            self.trained_prompts[group.prompt] += 1
+            oldest = step
+            for member in group.members:
+                if member.state != "consumed":
+                    continue
+                for version, count in member.spans:
+                    self.token_staleness[step - version] += count
+                    oldest = min(oldest, version)
+                lengths.append(member.generated)
+                tokens += member.generated
+                prompt_tokens += group.prompt_tokens
+                again = self.made.pop(member.name) - member.generated
+                if again:
+                    self.wasted["made again"] += again  # after a crash, or by an instance taken for dead
+                self._ended[member.name] = "too late"
+            self.group_staleness[step - oldest] += 1
+            self.violations += step - oldest > self.bound
+        self.steps.append(Step(step, time, tokens, prompt_tokens, lengths))
+
+    def aborted(self, trajectory: Trajectory, reason: str) -> None:
+        self.wasted[reason] += self.made.pop(trajectory.name, 0)
+        self._ended[trajectory.name] = reason
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(step.tokens for step in self.steps)

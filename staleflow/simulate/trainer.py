@@ -1,0 +1,108 @@
+"""The trainer under simulation: so many seconds a token, an update, and a push before a version can be served."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from staleflow.servers.lifecycle import Group
+from staleflow.simulate.weights import SimWeights
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerCost:
+    per_token_s: float
+    """For each prompt and output token, on all training GPUs together."""
+    fixed_s: float = 0.0
+    """For each step: the optimiser's update."""
+    push_s: float = 0.0
+
+    def train_s(self, tokens: float) -> float:
+        return self.per_token_s * tokens
+
+
+class SimTrainer:
+    """Trains what it is fed in the order it comes. ``reason`` names, when it runs dry, what it waits for."""
+
+    def __init__(
+        self,
+        cost: TrainerCost,
+        weights: SimWeights,
+        pushed: Callable[[int], None],
+        reason: Callable[[], str],
+    ) -> None:
+        self.cost = cost
+        self.weights = weights
+        self.idle: dict[str, float] = {}
+        self.alive = True
+        self._pushed = pushed
+        self._reason = reason
+        self._free_at = 0.0
+        self._dry: tuple[float, str] | None = (0.0, "start")
+        self._life = 0
+        self._die_after_push: Callable[[], None] | None = None
+
+    def feed(self, step: int, groups: Sequence[Group]) -> None:  # noqa: ARG002  # a step's groups cost the same in any step
+        now = self._now()
+        if not groups or not self.alive:
+            return
+        if self._dry is not None:
+            since, why = self._dry
+            self.idle[why] = self.idle.get(why, 0.0) + now - since
+            self._dry = None
+        tokens = sum(member.context for group in groups for member in group.members if member.state == "complete")
+        self._free_at = max(self._free_at, now) + self.cost.train_s(tokens)
+        asyncio.get_running_loop().call_at(self._free_at, self._look, self._life, self._free_at)
+
+    def finish(self, step: int) -> None:
+        done = max(self._free_at, self._now()) + self.cost.fixed_s
+        self._free_at = done
+        asyncio.get_running_loop().call_at(done, self._push, self._life, step)
+
+    def reset(self) -> None:
+        """Drop what was fed: none of the timers of the old life count any more."""
+        now = self._now()
+        self._life += 1
+        self._free_at = now
+        if self._dry is None:
+            self._dry = (now, "restart")
+
+    def die(self, after_push: bool, died: Callable[[], None]) -> None:
+        """Die now, or right after the next push, before anyone is told of it."""
+        if after_push:
+            self._die_after_push = died
+        else:
+            self.alive = False
+            self.reset()
+            died()
+
+    def start_again(self) -> None:
+        self.alive = True
+
+    def durable(self) -> int:
+        return self.weights.version
+
+    def _push(self, life: int, step: int) -> None:
+        if life == self._life:
+            asyncio.get_running_loop().call_later(self.cost.push_s, self._publish, life, step)
+            self._dry = (self._now(), "push")
+
+    def _publish(self, life: int, step: int) -> None:
+        if life == self._life:
+            self.weights.version = step + 1
+            if self._dry is not None and self._dry[1] == "push":
+                self.idle["push"] = self.idle.get("push", 0.0) + self._now() - self._dry[0]
+            self._dry = (self._now(), self._reason())
+            if died := self._die_after_push:
+                self._die_after_push = None
+                self.die(False, died)
+            else:
+                self._pushed(step + 1)
+
+    def _look(self, life: int, expected: float) -> None:
+        """The queue has run dry unless something was fed meanwhile."""
+        if life == self._life and expected == self._free_at and self._dry is None:
+            self._dry = (self._now(), self._reason())
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
