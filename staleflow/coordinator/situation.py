@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,8 +97,7 @@ class Fleet:
         self.kv_free[index] -= context + headroom
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
+class Queued(NamedTuple):
     """A trajectory in the server, waiting for an instance."""
 
     trajectory: str
@@ -175,8 +175,7 @@ class Situation:
         return bisect_left(self.queue, inf, key=lambda item: item.level)
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """Send a queued trajectory to an instance; its tokens will be of ``version`` or newer."""
 
     trajectory: str

@@ -149,6 +149,7 @@ class ControlPlane:
         member = self.members.get(report.instance)
         if member is None or report.life != member.life:
             return
+        member.touched = True
         for name, epoch, spans in report.progress:
             self.server.stream(name, epoch, spans)
         for name, epoch, spans in report.finished:
@@ -160,7 +161,7 @@ class ControlPlane:
             if self._returned(name, epoch, spans):
                 member.residents.pop(name, None)
         if report.pulled is not None and report.pulled > member.version:
-            member.version, member.touched = report.pulled, True
+            member.version = report.pulled
             self._renew(member, report.pulled)
         if member.pulling is not None and member.version >= member.pulling:
             member.pulling = None
@@ -255,14 +256,15 @@ class ControlPlane:
                     self.members[instance].pull(version)
                     self.gauge.pull_started(instance, self._now())
                 case Abort(name, why):
-                    if name in self.server.groups:
-                        self._release(self.server.groups[name], why)
+                    self._release(self.server.groups[name], why)
         for instance, trajectories in interrupted.items():
             self.members[instance].interrupt(trajectories)
         for instance, trajectories in submitted.items():
             self.members[instance].submit(trajectories)
 
     def _release(self, group: Group, why: str) -> None:
+        if group.name not in self.server.groups or group.name in self.server.leased:
+            return  # it was given up before, or it is being trained without this member
         self._drop(self.server.release(group, why))
         self._changed()
 

@@ -11,6 +11,9 @@ from staleflow.coordinator.situation import Fleet, InstanceView
 from staleflow.runtime.ports import Fence, InstancePort, Snapshot, Work
 from staleflow.servers.lifecycle import Trajectory
 
+ALL_S = 5.0
+"""Contexts grow while nothing happens: after this time every row of the table is written again."""
+
 
 @dataclass(slots=True)
 class Issued:
@@ -38,8 +41,6 @@ class Member:
     issued: list[Issued] = field(default_factory=list[Issued])
     residents: dict[str, Trajectory] = field(default_factory=dict[str, Trajectory])
     """Trajectories sent there and not back yet."""
-    seen: Snapshot | None = None
-    """The snapshot that its row of the table shows."""
     touched: bool = True
     """Whether a command or a report has changed what its row should show."""
     lost: list[Trajectory] = field(default_factory=list[Trajectory])
@@ -125,11 +126,15 @@ class FleetTable:
         self.rows = {member.name: row for row, member in enumerate(self.members)}
         self.fleet = Fleet.of([InstanceView(member.name, version=-1) for member in self.members])
         self._headroom = headroom
+        self._all_at = 0.0
 
-    def refresh(self) -> Fleet:
+    def refresh(self, now: float) -> Fleet:
+        """Rows of members that something happened to; from time to time, all of them."""
+        everyone = now >= self._all_at
+        if everyone:
+            self._all_at = now + ALL_S
         for row, member in enumerate(self.members):
-            snapshot = member.port.snapshot()
-            if member.touched or snapshot is not member.seen:
-                member.write(row, self.fleet, snapshot, self._headroom)
-                member.seen, member.touched = snapshot, False
+            if everyone or member.touched:
+                member.write(row, self.fleet, member.port.snapshot(), self._headroom)
+                member.touched = False
         return self.fleet

@@ -5,7 +5,6 @@ what comes back are calls of ``ControlPlane``'s ``on_...`` methods, which are sa
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from staleflow.servers.lifecycle import Group, Spans, Trajectory
@@ -23,8 +22,7 @@ class Fence(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One trajectory for an instance, with what was generated so far."""
 
     trajectory: str
@@ -34,8 +32,7 @@ class Work:
     spans: Spans
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """An instance as it was at ``time``, after the command ``applied``."""
 
     time: float
@@ -52,8 +49,7 @@ class Snapshot:
     max_running: int
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """What an instance has to say: trajectories that ended or came back, tokens so far, a finished pull."""
 
     instance: str

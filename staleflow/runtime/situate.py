@@ -12,6 +12,9 @@ from staleflow.runtime.fleet import FleetTable
 from staleflow.servers.lifecycle import Trajectory
 from staleflow.servers.trajectories import TrajectoryServer
 
+MOST_QUEUED = 8192
+"""One decision looks at no more trajectories than this: the rest waits for the next."""
+
 
 @dataclass(slots=True)
 class Gauge:
@@ -92,14 +95,14 @@ def situate(
     line: Line,
 ) -> Situation:
     """One consistent picture of this moment."""
-    ledger, fleet = server.ledger, table.refresh()
+    ledger, fleet = server.ledger, table.refresh(now)
     free = np.where(fleet.alive, np.maximum(0, fleet.max_running - fleet.running), 0)
     versions = {int(version) for version in np.unique(fleet.version) if version >= 0} | {ledger.version}
     return Situation(
         now=now,
         newest=ledger.version,
         fleet=fleet,
-        queue=line.queue(server, int(free.sum())),
+        queue=line.queue(server, min(MOST_QUEUED, int(free.sum()))),
         room={version: ledger.room(version) for version in versions},
         cost=cost,
         pull_s=gauge.pull_s,

@@ -35,6 +35,9 @@ class TrajectoryServer:
         """Told of every trajectory that ends without being trained, and why."""
         self.on_committed: Callable[[int, list[Group]], None] = lambda _step, _groups: None
         self._journal = journal
+        self._handlers: dict[str, Callable[..., None]] = {
+            name.removeprefix("_on_"): getattr(self, name) for name in dir(self) if name.startswith("_on_")
+        }
         self._fresh: dict[str, Group] = {}
         self._resuming: dict[str, Trajectory] = {}
         """Queued members of groups that are reserved."""
@@ -186,7 +189,7 @@ class TrajectoryServer:
         self._apply(event)
 
     def _apply(self, event: Event) -> None:
-        getattr(self, "_on_" + event[0])(*event[1:])
+        self._handlers[event[0]](*event[1:])
 
     def _on_admit(self, prompt: int, attempt: int, prompt_tokens: int) -> None:
         if self.owed and self.owed[0] == prompt:
@@ -282,6 +285,8 @@ class TrajectoryServer:
                     member.go("consumed")
         self.leased = []
         self.on_committed(step, groups)
+        for group in groups:
+            group.members = []  # they point back: without this only the garbage collector could free them
 
     def _on_rollback(self, step: int) -> None:
         self.ledger.rollback(step)
@@ -300,6 +305,7 @@ class TrajectoryServer:
             for member in group.members:
                 del self.trajectories[member.name]
                 self._abort(member, reason)
+            group.members = []
         return running
 
     def _progress(self, name: str) -> float:

@@ -10,10 +10,12 @@ Nothing here decides anything: the cluster builds the parts, connects them and l
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from typing import Any
 
 from staleflow.coordinator.decide import Decision
+from staleflow.coordinator.situation import Route
 from staleflow.protocol import StalenessLedger
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.ports import Report, Work
@@ -23,7 +25,7 @@ from staleflow.servers.trajectories import TrajectoryServer, of_group
 from staleflow.simulate.clock import VirtualLoop
 from staleflow.simulate.instance import Instance
 from staleflow.simulate.network import Network, Remote
-from staleflow.simulate.presets import Setting
+from staleflow.simulate.presets import BLOCK, Setting
 from staleflow.simulate.randomness import Keyed
 from staleflow.simulate.recorder import Recorder
 from staleflow.simulate.rewards import SimRewards
@@ -31,8 +33,6 @@ from staleflow.simulate.rollout import SimRollout
 from staleflow.simulate.trainer import SimTrainer
 from staleflow.simulate.weights import SimWeights
 
-BLOCK = 16
-"""Tokens in a block of KV memory."""
 DECISION, FAULT = NOTES = ("decision", "fault")
 """Events that say what happened, and change nothing."""
 
@@ -44,12 +44,18 @@ class Cluster:
         self.keyed = Keyed(seed)
         self.workload = setting.workload.with_seed(seed)
         self.loop = VirtualLoop(shuffle=seed if shuffle else None)
-        self.network = Network(self.keyed.generator("network"))
+        self.network = Network(self.loop, self.keyed.generator("network"))
         self.journal = MemoryJournal(keep=keep_journal)
         self.recorder = Recorder(setting.staleness)
         self.weights = SimWeights(setting.weight_bytes, setting.link_bandwidth, setting.total_bandwidth)
-        self.trainer = SimTrainer(setting.trainer, self.weights, self.pushed, self._trainer_waits_for)
-        self.rewards = SimRewards(self.keyed, setting.reward_s, setting.reward_success, self.scored)
+        self.trainer = SimTrainer(self.loop, setting.trainer, self.weights, self.pushed, self._trainer_waits_for)
+        self.rewards = SimRewards(
+            self.loop,
+            self.keyed,
+            setting.reward_s,
+            setting.reward_success if setting.filter_uniform else None,
+            self.scored,
+        )
         self.control = self.new_control(term=1)
         self.rollouts = [self.new_rollout(f"i{index}") for index in range(setting.instances)]
         self.on_start: list[Callable[[], None]] = []
@@ -63,7 +69,13 @@ class Cluster:
 
     def run(self) -> None:
         """Simulate until the setting's steps are trained."""
-        self.loop.run(self._run())
+        collecting = gc.isenabled()
+        gc.disable()  # nothing here needs it, and it would look at every live trajectory again and again
+        try:
+            self.loop.run(self._run())
+        finally:
+            if collecting:
+                gc.enable()
 
     async def _run(self) -> None:
         for rollout in self.rollouts:
@@ -151,12 +163,12 @@ class Cluster:
     def new_rollout(self, name: str, speed: float = 1.0) -> SimRollout:
         setting = self.setting
         engine = Instance(setting.rollout, setting.kv_tokens // BLOCK, BLOCK, setting.max_running, setting.chunk, speed)
-        return SimRollout(name, engine, self.weights, self._target_of, self.report, self.recorder.left)
+        return SimRollout(name, self.loop, engine, self.weights, self._target_of, self.report, self.recorder.left)
 
     # What the parts say to the control plane. They look it up when they speak: it may have been replaced.
 
     def report(self, report: Report) -> None:
-        self.network.send(lambda: self._hear(report))
+        self.network.send(self._hear, report)
 
     def _hear(self, report: Report) -> None:
         if self.down:
@@ -184,7 +196,8 @@ class Cluster:
         """How long the trajectory will become: known to the engine as it ends, never to a scheduler."""
         target = self._targets.get(work.trajectory)
         if target is None:
-            prompt, attempt = of_group(work.group)
+            group = self.control.server.groups.get(work.group)
+            prompt, attempt = (group.prompt, group.attempt) if group else of_group(work.group)
             member = int(work.trajectory.rpartition("/")[2])
             version = self.control.ledger.version  # fixed when it starts; matters only if lengths drift
             target = self._targets[work.trajectory] = self.workload.length(prompt, member, attempt, version)
@@ -212,10 +225,11 @@ class Cluster:
 
 
 def encode(decision: Decision) -> tuple[Any, ...]:
-    """A decision as plain values: its inputs, and the name and fields of every command."""
+    """A decision as plain values: its inputs, and every command but routes, which are events of their own."""
     commands = tuple(
         (type(command).__name__, *(getattr(command, name) for name in type(command).__slots__))
         for command in decision.commands
+        if not isinstance(command, Route)
     )
     return tuple(sorted((key, str(value)) for key, value in decision.inputs.items())), commands
 

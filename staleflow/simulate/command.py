@@ -1,6 +1,7 @@
 """``staleflow simulate``: one run under the virtual clock, as a table, as JSON or as a picture.
 
-Whatever is wrong with what was asked for is told in one line, before anything runs or is written.
+Whatever is wrong with what was asked for is told in one line, with exit code 2, before anything runs or is written. A
+run that gets stuck says so in one line too, with exit code 1.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 from staleflow.coordinator.strategies import ConfigError, Strategies
 from staleflow.protocol.ledger import LedgerError
+from staleflow.runtime.control import StalledError
+from staleflow.simulate.clock import DeadlockError
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.picture import Timeline, draw
 from staleflow.simulate.presets import PRESETS, Setting, preset
@@ -80,7 +83,10 @@ def run(options: argparse.Namespace) -> int:
         return refuse(error)
     timeline = Timeline(cluster) if picture else None
     began = time.perf_counter()
-    cluster.run()
+    try:
+        cluster.run()
+    except (StalledError, DeadlockError) as error:
+        return refuse(f"the run is stuck: {error}", code=1)
     result = row(cluster, time.perf_counter() - began)
     if picture and timeline:
         try:
@@ -91,9 +97,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def refuse(error: Exception | str) -> int:
+def refuse(error: Exception | str, code: int = 2) -> int:
+    """Say on one line what is wrong, whatever the values in it hold."""
     print(f"staleflow: error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+    return code
 
 
 def arm_faults(cluster: Cluster, count: int) -> None:

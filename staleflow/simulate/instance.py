@@ -217,6 +217,19 @@ class Instance:
             prefilled_tokens=self.prefilled_tokens + (self._chunk.tokens * steps if self._chunk else 0),
         )
 
+    def load_at_last_step(self) -> Load:
+        """The state at the boundary where somebody last joined or left: a little old, and very cheap."""
+        return Load(
+            running=self.running,
+            prefilling=self.prefilling,
+            waiting=self.waiting,
+            context_tokens=self.context_tokens,
+            kv_used=self.kv_used,
+            kv_free=self.kv_free,
+            generated_tokens=self.generated_tokens,
+            prefilled_tokens=self.prefilled_tokens,
+        )
+
     def progress(self, now: float) -> Iterator[tuple[str, int]]:
         """Name and generated tokens of each request, in the order of submission; otherwise as ``load``."""
         step = self._batch.step + self._steps_done(now)

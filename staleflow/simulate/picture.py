@@ -76,6 +76,10 @@ class Timeline:
 
         self.cluster.loop.on_instant = look
 
+    def end(self) -> None:
+        """See what ended at the last instant of the run, which no other instant follows."""
+        self._look_at_trainer(self.cluster.loop.time())
+
     def _look(self) -> None:
         now = self.cluster.loop.time()
         self._look_at_trainer(now)
@@ -129,6 +133,7 @@ class _Scale:
 
 def draw(timeline: Timeline) -> str:
     """The picture of a run that has ended."""
+    timeline.end()
     cluster = timeline.cluster
     scale = _Scale(cluster.loop.time())
     first = TOP + TRAINER_HEIGHT + 12
@@ -255,18 +260,18 @@ def _shade(level: int, most: int) -> str:
 
 
 def _commits(timeline: Timeline, scale: _Scale, bottom: float) -> Iterator[str]:
-    """A line for each version, and its number where there is room for it."""
-    free = 0.0
+    """A line for each version, and its number where there is room for it; the last one always has it."""
+    free = float(WIDTH)
     yield _text(LEFT - 8, TOP - 8, "version", "end")
-    for step in timeline.cluster.recorder.steps:
+    for step in reversed(timeline.cluster.recorder.steps):
         x = scale.x(step.time)
         yield (
             f'<line x1="{x:.1f}" y1="{TOP - 4}" x2="{x:.1f}" y2="{bottom:g}" stroke="#222222" stroke-width="0.8" '
             f'stroke-dasharray="3 2"/>'
         )
-        if x >= free:
+        if x <= free:
             yield _text(x, TOP - 8, str(step.step + 1), "middle")
-            free = x + 22
+            free = x - 22
 
 
 def _axis(scale: _Scale, bottom: float) -> Iterator[str]:

@@ -6,13 +6,13 @@ answers for its state. It can also crash, hang, slow down and start again, which
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from staleflow.runtime.ports import Fence, Report, Snapshot, Work
 from staleflow.servers.lifecycle import Spans
+from staleflow.simulate.clock import VirtualLoop
 from staleflow.simulate.instance import Finished, Instance, Interrupted, Request
 from staleflow.simulate.weights import SimWeights
 
@@ -48,6 +48,7 @@ class SimRollout:
     def __init__(
         self,
         name: str,
+        loop: VirtualLoop,
         engine: Instance,
         weights: SimWeights,
         target_of: Callable[[Work], int],
@@ -55,6 +56,7 @@ class SimRollout:
         left: Callable[[str, int], None],
     ) -> None:
         self.name = name
+        self._loop = loop
         self.engine = engine
         self.version = -1
         self.life = 0
@@ -94,14 +96,14 @@ class SimRollout:
         self._receive(fence, lambda: self._pull(version))
 
     def snapshot(self) -> Snapshot:
-        now = self._now()
+        now = self._loop.now
         last = self._last
         if last is not None and (
             not self.up or now < self._hung_until or (not self._news and now - last.time < HEARTBEAT_S)
         ):
             return last
+        load = self.engine.load_at_last_step() if self._news and last is not None else self.engine.load(now)
         self._news = False
-        load = self.engine.load(now)
         self._last = Snapshot(
             time=now,
             life=self.life,
@@ -121,12 +123,12 @@ class SimRollout:
 
     def generated_tokens(self) -> int:
         """All tokens ever made here."""
-        return self.engine.load(self._now()).generated_tokens
+        return self.engine.load(self._loop.now).generated_tokens
 
     def on_engine(self) -> int:
         """Tokens made here for trajectories that are still here."""
         began = {name: held.began for name, held in self._held.items()}
-        return sum(generated - began[name] for name, generated in self.engine.progress(self._now()))
+        return sum(generated - began[name] for name, generated in self.engine.progress(self._loop.now))
 
     # Faults
 
@@ -135,7 +137,7 @@ class SimRollout:
         if not self.up:
             return
         self.snapshot()
-        now = self._now()
+        now = self._loop.now
         self._fire_events()
         since = now - math.floor(now / STREAM_S) * STREAM_S
         load = self.engine.load(now)
@@ -159,16 +161,16 @@ class SimRollout:
 
     def hang(self, seconds: float) -> None:
         """Answer nothing and do nothing for a while; commands wait."""
-        if self.up and self._pulling is None and self._now() >= self._hung_until:
+        if self.up and self._pulling is None and self._loop.now >= self._hung_until:
             self.snapshot()
-            self._hung_until = self._now() + seconds
-            self.engine.pause(self._now())
+            self._hung_until = self._loop.now + seconds
+            self.engine.pause(self._loop.now)
             self._arm()
-            asyncio.get_running_loop().call_at(self._hung_until, self._wake, self.life)
+            self._loop.at(self._hung_until, self._wake, self.life)
 
     def slow_down(self, factor: float) -> None:
         if self.up:
-            self.engine.set_speed(self._now(), factor)
+            self.engine.set_speed(self._loop.now, factor)
             self._arm()
 
     # Commands, once they are listened to
@@ -178,7 +180,7 @@ class SimRollout:
         if not self.up or fence.life != self.life or fence <= self._applied:
             return
         self._early[fence] = command
-        if self._now() >= self._hung_until:
+        if self._loop.now >= self._hung_until:
             self._obey()
 
     def _obey(self) -> None:
@@ -192,7 +194,7 @@ class SimRollout:
         self._arm()
 
     def _submit(self, work: Sequence[Work]) -> None:
-        now = self._now()
+        now = self._loop.now
         for each in work:
             generated = sum(count for _, count in each.spans)
             name = life_of(each.trajectory, each.epoch)
@@ -205,14 +207,14 @@ class SimRollout:
         if abort:
             self._aborting.update(known)
         if known:
-            self.engine.interrupt(self._now(), known)
+            self.engine.interrupt(self._loop.now, known)
 
     def _pull(self, version: int) -> None:
         if self._pulling is not None:
             self._pull_next = max(self._pull_next, version)
         elif version > self.version:
-            self._pulling, self._pull_began = version, self._now()
-            self.engine.pause(self._now())
+            self._pulling, self._pull_began = version, self._loop.now
+            self.engine.pause(self._loop.now)
         else:
             self._report(Report(self.name, self.life, pulled=self.version))
 
@@ -223,7 +225,7 @@ class SimRollout:
         due = self.engine.next_event()
         if due < self._armed:
             self._armed = due
-            asyncio.get_running_loop().call_at(max(due, self._now()), self._fire, due)
+            self._loop.at(max(due, self._loop.now), self._fire, due)
 
     def _fire(self, due: float) -> None:
         if due != self._armed:
@@ -236,7 +238,7 @@ class SimRollout:
         finished: list[tuple[str, int, Spans]] = []
         returned: list[tuple[str, int, Spans]] = []
         paused = False
-        for event in self.engine.advance(self._now()):
+        for event in self.engine.advance(self._loop.now):
             if isinstance(event, (Finished, Interrupted)):
                 request = event.request
                 held = self._held.pop(request.name)
@@ -257,9 +259,9 @@ class SimRollout:
     def _pulled(self, life: int) -> None:
         if life != self.life or not self.up or self._pulling is None:
             return
-        now = self._now()
+        now = self._loop.now
         if now < self._hung_until:
-            asyncio.get_running_loop().call_at(self._hung_until, self._pulled, life)
+            self._loop.at(self._hung_until, self._pulled, life)
             return
         progress: list[tuple[str, int, Spans]] = []
         for name, generated in self.engine.progress(now):
@@ -282,12 +284,8 @@ class SimRollout:
         if life != self.life or not self.up:
             return
         if self._pulling is None:
-            self.engine.resume(self._now())
+            self.engine.resume(self._loop.now)
         self._obey()
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
 
 
 def life_of(trajectory: str, epoch: int) -> str:

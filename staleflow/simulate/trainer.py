@@ -1,10 +1,10 @@
 """The trainer under simulation: so many seconds a token, an update, and a push before a version can be served."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from staleflow.servers.lifecycle import Group
+from staleflow.simulate.clock import VirtualLoop
 from staleflow.simulate.weights import SimWeights
 
 
@@ -25,11 +25,13 @@ class SimTrainer:
 
     def __init__(
         self,
+        loop: VirtualLoop,
         cost: TrainerCost,
         weights: SimWeights,
         pushed: Callable[[int], None],
         reason: Callable[[], str],
     ) -> None:
+        self._loop = loop
         self.cost = cost
         self.weights = weights
         self.idle: dict[str, float] = {}
@@ -42,7 +44,7 @@ class SimTrainer:
         self._die_after_push: Callable[[], None] | None = None
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:  # noqa: ARG002  # a step's groups cost the same in any step
-        now = self._now()
+        now = self._loop.now
         if not groups or not self.alive:
             return
         if self._dry is not None:
@@ -51,16 +53,16 @@ class SimTrainer:
             self._dry = None
         tokens = sum(member.context for group in groups for member in group.members if member.state == "complete")
         self._free_at = max(self._free_at, now) + self.cost.train_s(tokens)
-        asyncio.get_running_loop().call_at(self._free_at, self._look, self._life, self._free_at)
+        self._loop.at(self._free_at, self._look, self._life, self._free_at)
 
     def finish(self, step: int) -> None:
-        done = max(self._free_at, self._now()) + self.cost.fixed_s
+        done = max(self._free_at, self._loop.now) + self.cost.fixed_s
         self._free_at = done
-        asyncio.get_running_loop().call_at(done, self._push, self._life, step)
+        self._loop.at(done, self._push, self._life, step)
 
     def reset(self) -> None:
         """Drop what was fed: none of the timers of the old life count any more."""
-        now = self._now()
+        now = self._loop.now
         self._life += 1
         self._free_at = now
         if self._dry is None:
@@ -83,15 +85,15 @@ class SimTrainer:
 
     def _push(self, life: int, step: int) -> None:
         if life == self._life:
-            asyncio.get_running_loop().call_later(self.cost.push_s, self._publish, life, step)
-            self._dry = (self._now(), "push")
+            self._loop.at(self._loop.now + self.cost.push_s, self._publish, life, step)
+            self._dry = (self._loop.now, "push")
 
     def _publish(self, life: int, step: int) -> None:
         if life == self._life:
             self.weights.version = step + 1
             if self._dry is not None and self._dry[1] == "push":
-                self.idle["push"] = self.idle.get("push", 0.0) + self._now() - self._dry[0]
-            self._dry = (self._now(), self._reason())
+                self.idle["push"] = self.idle.get("push", 0.0) + self._loop.now - self._dry[0]
+            self._dry = (self._loop.now, self._reason())
             if died := self._die_after_push:
                 self._die_after_push = None
                 self.die(False, died)
@@ -101,8 +103,4 @@ class SimTrainer:
     def _look(self, life: int, expected: float) -> None:
         """The queue has run dry unless something was fed meanwhile."""
         if life == self._life and expected == self._free_at and self._dry is None:
-            self._dry = (self._now(), self._reason())
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
+            self._dry = (self._loop.now, self._reason())
