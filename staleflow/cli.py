@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from staleflow import __version__
-from staleflow.protocol.demo import run_demo
 from staleflow.simulate import command as simulate
 
 
@@ -20,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="staleflow", description="RL post-training under a strict staleness bound.")
     parser.add_argument("--version", action="version", version=f"staleflow {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="the main job (in this version: the consistency protocol at work)")
+    train = commands.add_parser("train", help="the main job (in this version: a simulated run)")
     train.set_defaults(run=run_train)
     simulate.add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
@@ -32,8 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_train(_: argparse.Namespace) -> int:
-    print(
-        "Training is not part of this version yet. What exists is the protocol that will govern it; here it is at work."
-    )
-    print(run_demo())
-    return 0
+    print("Training a real model is not part of this version yet. What exists is everything that decides: protocol,")
+    print("coordinator and control plane. Here they run a simulated cluster (staleflow simulate --help for more).\n")
+    return main(["simulate", "--steps", "8"])

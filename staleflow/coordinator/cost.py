@@ -8,6 +8,8 @@ With ``n`` sequences running and ``c`` tokens of context among them, a step that
 k4 = fixed, k1 = per_context_token; ``base`` is the intercept that its authors' code adds inside the maximum.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,35 @@ class CostModel:
     fixed: float
     per_context_token: float
     per_prefill_token: float
+
+    @classmethod
+    def from_geometry(
+        cls,
+        parameters: float,
+        layers: int,
+        kv_heads: int,
+        head_size: int,
+        bandwidth: float,
+        flops: float,
+        bytes_per_value: int = 2,
+        efficiency: float = 0.5,
+    ) -> CostModel:
+        """A first guess from the model's shape and the device's peaks, to be replaced by measurements.
+
+        A step reads all weights once (the floor) and the KV cache of the context; each sequence, and each token that
+        is prefilled, takes two floating-point operations for each parameter. ``efficiency`` is the share of the peaks
+        that is reached.
+        """
+        compute = 2 * parameters / (flops * efficiency)
+        kv_bytes = 2 * layers * kv_heads * head_size * bytes_per_value
+        return cls(
+            floor=parameters * bytes_per_value / (bandwidth * efficiency),
+            base=0.0,
+            per_sequence=compute,
+            fixed=0.001,
+            per_context_token=kv_bytes / (bandwidth * efficiency),
+            per_prefill_token=compute,
+        )
 
     def step(self, running: int, context: int, prefill: int = 0) -> float:
         """Seconds for one step."""

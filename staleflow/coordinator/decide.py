@@ -35,6 +35,7 @@ class Decision:
 
 
 def decide(situation: Situation, strategies: Strategies) -> Decision:
+    strategies = _fitting(situation, strategies)
     pulls = synchronise(situation, strategies)
     work = _with_pulls(situation, pulls)
     interrupts = migrate(work, strategies)
@@ -48,6 +49,14 @@ def decide(situation: Situation, strategies: Strategies) -> Decision:
     routes = route(work, strategies)
     commands: list[Command] = [*pulls, *interrupts, *ends, *routes]
     return Decision(commands, _inputs(situation, strategies, commands))
+
+
+def _fitting(situation: Situation, strategies: Strategies) -> Strategies:
+    """Where the longest trajectories set the pace, fresh work starts at once and thin, whatever throughput it gains:
+    every second that it waits is a second later for its longest member."""
+    if strategies.adapt and situation.pace.tail_bound(situation.max_staleness):
+        return replace(strategies, mu=0.0)
+    return strategies
 
 
 def _with_pulls(situation: Situation, pulls: Sequence[Pull]) -> Situation:
@@ -93,5 +102,5 @@ def _inputs(situation: Situation, strategies: Strategies, commands: Sequence[Com
         "synchronisation": {"mode": strategies.synchronisation, "pulls": made["pull"]},
         "migration": {"mode": strategies.migration, **why},
         "tail": {"mode": strategies.tail, "aborts": made["abort"], "truncations": made["truncate"]},
-        "routing": {"mode": strategies.routing, "routes": made["route"]},
+        "routing": {"mode": strategies.routing, "mu": strategies.mu, "routes": made["route"]},
     }

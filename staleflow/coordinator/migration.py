@@ -76,7 +76,7 @@ def _shorten_tail(
     since = situation.blocked_since
     if not blockers or since is None or not situation.pace.step_s or situation.now - since < patience:
         return []
-    times = situation.cost.step_times(fleet.running, fleet.context).tolist()
+    times = (situation.cost.step_times(fleet.running, fleet.context) / fleet.speed).tolist()
     mean = situation.pace.mean_tokens
 
     def remaining(resident: Resident) -> float:
@@ -103,8 +103,9 @@ def _faster(
     targets = _targets(fleet, resident, strategies.headroom)
     if not len(targets):
         return None
-    stay = tokens * cost.step(int(fleet.running[source]), int(fleet.context[source]))
+    stay = tokens * cost.step(int(fleet.running[source]), int(fleet.context[source])) / fleet.speed[source]
     move = tokens * cost.step_times(fleet.running[targets] + 1, fleet.context[targets] + resident.context)
+    move /= fleet.speed[targets]
     move += cost.per_prefill_token * resident.context + situation.pull_s * fleet.pulling[targets]
     best = int(move.argmin())
     worth = move[best] < stay and stay >= strategies.migration_speedup * move[best]

@@ -81,6 +81,7 @@ class _Rule(Protocol):
 class _Gain:
     def __init__(self, fleet: Fleet, cost: CostModel, mu: float) -> None:
         self.fleet, self.cost, self.mu = fleet, cost, mu
+        self.speed = fleet.speed
         self.now = cost.throughputs(fleet.running, fleet.context)
         self.more = fleet.running + 1.0
         self.step = cost.step_times(self.more, fleet.context)
@@ -90,30 +91,37 @@ class _Gain:
         gain = self.step + self.cost.per_context_token * context
         np.divide(self.more, gain, out=gain)
         gain -= self.now
+        gain *= self.speed
         return gain
 
     def score(self, row: int, context: int) -> float:
+        return float(self.speed[row] * self._gain(row, context))
+
+    def _gain(self, row: int, context: int) -> float:
+        """At the speed of the cost model."""
         return self.more[row] / (self.step[row] + self.cost.per_context_token * context) - self.now[row]
 
     def least(self, context: int) -> float:
         return self.mu / self.cost.step(1, context)
 
     def longest(self) -> Floats:
-        """With ``y`` the time that the context adds to a step, ``u = step(1, 0)`` and ``s`` the step without ``y``::
+        """With ``y`` the time that the context adds to a step, ``u = step(1, 0)``, ``s`` the step without ``y``, and mu
+        divided by the instance's speed::
 
         (n + 1) / (s + y) - T >= mu / (u + y)   <=>   T y² <= b y + c,   b = n + 1 - mu - T (s + u),
                                                                         c = (n + 1) u - mu s - T s u
         """
         s, u, now = self.step, self.cost.step(1, 0), self.now
-        b = self.more - self.mu - now * (s + u)
-        c = self.more * u - self.mu * s - now * s * u
+        mu = self.mu / self.speed
+        b = self.more - mu - now * (s + u)
+        c = self.more * u - mu * s - now * s * u
         roots = np.sqrt(np.maximum(0.0, b * b + 4 * now * c))
         with np.errstate(divide="ignore", invalid="ignore"):
             y = np.where(now > 0, (b + roots) / (2 * now), inf)
             return np.nan_to_num(y / self.cost.per_context_token, nan=inf, posinf=inf)
 
     def placed(self, row: int, context: int) -> None:
-        self.now[row] += self.score(row, context)
+        self.now[row] += self._gain(row, context)
         self.more[row] += 1.0
         self.step[row] = self.cost.step(int(self.fleet.running[row]) + 1, int(self.fleet.context[row]))
 

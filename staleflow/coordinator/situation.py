@@ -28,6 +28,10 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 
+TAIL_SHARE = 0.9
+"""How near the steps must be to the law's tail term for the run to count as tail-bound."""
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceView:
     """One instance, with the commands issued to it counted in. ``version`` is the one after any pull in progress."""
@@ -45,6 +49,7 @@ class InstanceView:
     max_running: int = 256
     alive: bool = True
     pulling: bool = False
+    speed: float = 1.0
 
 
 @dataclass(slots=True)
@@ -58,6 +63,8 @@ class Fleet:
     max_running: Ints
     alive: Bools
     pulling: Bools
+    speed: Floats
+    """How fast it decodes against the cost model, by its own measurements; 1 while unknown."""
 
     @classmethod
     def of(cls, views: Sequence[InstanceView]) -> Fleet:
@@ -74,6 +81,7 @@ class Fleet:
             max_running=ints("max_running"),
             alive=ints("alive").astype(bool),
             pulling=ints("pulling").astype(bool),
+            speed=np.array([view.speed for view in views], dtype=np.float64),
         )
 
     def copy(self) -> Fleet:
@@ -88,6 +96,7 @@ class Fleet:
             max_running=self.max_running.copy(),
             alive=self.alive.copy(),
             pulling=self.pulling.copy(),
+            speed=self.speed,
         )
 
     def place(self, index: int, context: int, headroom: int) -> None:
@@ -126,6 +135,8 @@ class Resident:
     version: int
     moves: int = 0
     """How often it has been migrated."""
+    attempt: int = 0
+    """How often its prompt has been drawn again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +145,15 @@ class Pace:
 
     step_s: float = 0.0
     """Time between two versions."""
-    train_s: float = 0.0
-    """Time to train a batch."""
-    rollout_s: float = 0.0
-    """Time the fleet would need to generate a batch at its best throughput."""
     tail_s: float = 0.0
     """Time from publishing a version to the end of the longest trajectory started under it."""
     mean_tokens: float = 0.0
     """Output tokens of a finished trajectory."""
+
+    def tail_bound(self, max_staleness: int) -> bool:
+        """Whether the longest trajectories set the pace: by the law, ``max_staleness + 1`` steps last at least as long
+        as they do, and if steps last hardly longer, neither the fleet nor the trainer is what the run waits for."""
+        return self.step_s > 0 and self.tail_s >= TAIL_SHARE * (max_staleness + 1) * self.step_s
 
 
 @dataclass(slots=True)
@@ -159,6 +171,7 @@ class Situation:
     pull_s: float
     """Time for one instance to pull, by the latest measurement."""
     group_size: int
+    max_staleness: int = 1
     pace: Pace = field(default_factory=Pace)
     blockers: list[Resident] = field(default_factory=list["Resident"])
     """Unfinished trajectories of the groups that the open step waits for."""

@@ -23,6 +23,8 @@ class Strategies:
     tail: Tail = "wait"
     mu: float = 0.1
     """Waterfall: the least marginal gain worth having, as a share of what an empty instance would gain."""
+    adapt: bool = True
+    """Waterfall: take mu for 0 while the longest trajectories, and not throughput, set the pace."""
     headroom: int = 256
     """Tokens of KV memory kept free for each placed trajectory to grow into."""
     horizon: float = 0.1

@@ -4,7 +4,8 @@ Acts only when the open step waits for at most ``tail_groups`` groups, and has w
 ``tail_patience`` of the time between two versions (never while that is unknown). Then
 
 ``wait``     does nothing: every trajectory ends by itself;
-``replace``  gives the groups up, so that others take their places and their prompts are drawn again;
+``replace``  gives the groups up, so that others take their places and their prompts are drawn again, each once:
+             a prompt that is always slow would otherwise be generated for ever;
 ``truncate`` ends their unfinished trajectories where they are and scores them.
 
 Age alone is no reason to give anything up: a group that the step does not wait for is never touched.
@@ -25,7 +26,8 @@ def wait(situation: Situation, strategies: Strategies) -> Sequence[Abort | Trunc
 def replace(situation: Situation, strategies: Strategies) -> Sequence[Abort | Truncate]:
     if not _stuck(situation, strategies):
         return []
-    return [Abort(group, "tail") for group in dict.fromkeys(blocker.group for blocker in situation.blockers)]
+    first = dict.fromkeys(blocker.group for blocker in situation.blockers if blocker.attempt == 0)
+    return [Abort(group, "tail") for group in first]
 
 
 def truncate(situation: Situation, strategies: Strategies) -> Sequence[Abort | Truncate]:

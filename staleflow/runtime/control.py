@@ -30,6 +30,9 @@ from staleflow.runtime.situate import Blocking, Gauge, Line, situate
 from staleflow.servers.lifecycle import Group, Spans, Trajectory
 from staleflow.servers.trajectories import TrajectoryServer
 
+LOOK_S = 5.0
+"""How often a decision is made when nothing seems to need one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -79,10 +82,11 @@ class ControlPlane:
         self._feed = Feed(server, trainer, settings.strategies.consume, self._drop)
         self._work = asyncio.Event()
         self._done = asyncio.Event()
-        self._steps = 0
+        self._steps: int | None = None
         self._blocking = Blocking()
         self._line = Line()
         self._table: FleetTable | None = None
+        self._look_at = 0.0
         self._news_at = 0.0
         """When something last happened."""
         self._truncating: set[str] = set()
@@ -91,6 +95,8 @@ class ControlPlane:
     async def run(self, steps: int) -> None:
         """Train until ``steps`` versions have been made."""
         self._steps = steps
+        if self.ledger.version >= steps:
+            return
         done = asyncio.create_task(self._done.wait(), name=f"run waits for version {steps}")
         tasks = {
             done,
@@ -154,8 +160,9 @@ class ControlPlane:
             self.server.stream(name, epoch, spans)
         for name, epoch, spans in report.finished:
             if self.server.generated(name, epoch, spans):
-                self.gauge.finished(sum(count for _, count in spans))
-                self._scoring.ask(self.server.trajectories[name])
+                trajectory = self.server.trajectories[name]
+                self.gauge.finished(trajectory.generated, trajectory.group.version or 0, self._now())
+                self._scoring.ask(trajectory)
                 member.residents.pop(name, None)
         for name, epoch, spans in report.returned:
             if self._returned(name, epoch, spans):
@@ -217,8 +224,10 @@ class ControlPlane:
         self._admit()
         in_training = self.ledger.frontier > self.ledger.version
         self._blocking.update([] if in_training else self.ledger.blocking(), now)
+        if not self._anything_to_decide(now):
+            return
         if self._table is None:
-            self._table = FleetTable(list(self.members.values()), self.settings.strategies.headroom)
+            self._table = FleetTable(list(self.members.values()), self.settings.cost, self.settings.strategies.headroom)
         situation = situate(
             now,
             self.server,
@@ -232,6 +241,21 @@ class ControlPlane:
         decision = decide(situation, self.settings.strategies)
         self.on_decision(now, decision)
         self._obey(decision.commands)
+
+    def _anything_to_decide(self, now: float) -> bool:
+        """Most of the time nothing waits, nobody lags and the step is not nearly done: then a look now and then will
+        do, for instances that have run out of memory."""
+        strategies = self.settings.strategies
+        acts_on_tail = strategies.migration != "off" or strategies.tail != "wait"
+        if (
+            self.server.waiting
+            or (acts_on_tail and 0 < len(self._blocking.groups) <= strategies.tail_groups)
+            or any(member.alive and member.holds < self.ledger.version for member in self.members.values())
+            or now >= self._look_at
+        ):
+            self._look_at = now + LOOK_S
+            return True
+        return False
 
     def _admit(self) -> None:
         """Draw prompts for all the groups that could be reserved now."""
@@ -280,8 +304,8 @@ class ControlPlane:
     # Within
 
     def _committed(self) -> None:
-        self.gauge.committed(self._now())
-        if self.ledger.version >= self._steps:
+        self.gauge.committed(self._now(), self.ledger.version, self.ledger.max_staleness)
+        if self._steps is not None and self.ledger.version >= self._steps:
             self._done.set()
             return
         self._feed.push_on()

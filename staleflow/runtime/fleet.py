@@ -7,6 +7,9 @@ speculative state), so a decision never forgets what was decided a moment ago, h
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.situation import Fleet, InstanceView
 from staleflow.runtime.ports import Fence, InstancePort, Snapshot, Work
 from staleflow.servers.lifecycle import Trajectory
@@ -91,7 +94,7 @@ class Member:
         """The version of whatever it decodes next."""
         return self.version if self.pulling is None else self.pulling
 
-    def write(self, row: int, table: Fleet, snapshot: Snapshot, headroom: int) -> None:
+    def write(self, row: int, table: Fleet, snapshot: Snapshot, cost: CostModel, headroom: int) -> None:
         """Put the instance, with every command counted in, into its row of the table."""
         current = (snapshot.applied.term, snapshot.applied.life) == (self.term, self.life)
         shown = snapshot.applied.number if current else 0
@@ -111,6 +114,10 @@ class Member:
         table.max_running[row] = snapshot.max_running
         table.alive[row] = self.alive
         table.pulling[row] = self.pulling is not None
+        if snapshot.step is not None:
+            sequences, tokens, seconds = snapshot.step
+            measured = cost.step(sequences, tokens) / seconds
+            table.speed[row] += 0.5 * (measured - table.speed[row])
 
     def _next(self) -> Fence:
         self.number += 1
@@ -121,12 +128,18 @@ class Member:
 class FleetTable:
     """All members as one table; a refresh writes only the rows that have changed."""
 
-    def __init__(self, members: Sequence[Member], headroom: int) -> None:
+    def __init__(self, members: Sequence[Member], cost: CostModel, headroom: int) -> None:
         self.members = list(members)
         self.rows = {member.name: row for row, member in enumerate(self.members)}
         self.fleet = Fleet.of([InstanceView(member.name, version=-1) for member in self.members])
+        self._cost = cost
         self._headroom = headroom
         self._all_at = 0.0
+
+    @property
+    def cost_error(self) -> float:
+        """How far the cost model is off, on average over the instances, by their latest measured steps."""
+        return float(np.abs(1 / self.fleet.speed - 1).mean()) if self.members else 0.0
 
     def refresh(self, now: float) -> Fleet:
         """Rows of members that something happened to; from time to time, all of them."""
@@ -135,6 +148,6 @@ class FleetTable:
             self._all_at = now + ALL_S
         for row, member in enumerate(self.members):
             if everyone or member.touched:
-                member.write(row, self.fleet, member.port.snapshot(), self._headroom)
+                member.write(row, self.fleet, member.port.snapshot(), self._cost, self._headroom)
                 member.touched = False
         return self.fleet

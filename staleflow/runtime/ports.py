@@ -47,6 +47,8 @@ class Snapshot(NamedTuple):
     kv_free: int
     kv_total: int
     max_running: int
+    step: tuple[int, int, float] | None = None
+    """The latest decoding step: sequences, tokens of context, seconds. None if there was none."""
 
 
 class Report(NamedTuple):

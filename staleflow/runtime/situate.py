@@ -23,7 +23,9 @@ class Gauge:
     pull_s: float
     step_s: float = 0.0
     mean_tokens: float = 0.0
-    _committed: float | None = None
+    tail_s: float = 0.0
+    _published: dict[int, float] = field(default_factory=lambda: {0: 0.0})
+    _tails: dict[int, float] = field(default_factory=dict[int, float])
     _pulls: dict[str, float] = field(default_factory=dict[str, float])
 
     def pull_started(self, instance: str, now: float) -> None:
@@ -33,16 +35,23 @@ class Gauge:
         if (started := self._pulls.pop(instance, None)) is not None:
             self.pull_s += 0.1 * (now - started - self.pull_s)
 
-    def committed(self, now: float) -> None:
-        if self._committed is not None:
-            self.step_s = blend(self.step_s, now - self._committed, 0.3)
-        self._committed = now
+    def committed(self, now: float, version: int, max_staleness: int) -> None:
+        """``version`` can be served from now on; groups of versions that are too old for its step have all ended."""
+        if version - 1 in self._published:
+            self.step_s = blend(self.step_s, now - self._published[version - 1], 0.3)
+        self._published[version] = now
+        over = version - 1 - max_staleness
+        self._published.pop(over, None)
+        if (tail := self._tails.pop(over, None)) is not None:
+            self.tail_s = blend(self.tail_s, tail, 0.3)
 
-    def finished(self, tokens: int) -> None:
+    def finished(self, tokens: int, version: int, now: float) -> None:
         self.mean_tokens = blend(self.mean_tokens, float(tokens), 0.01)
+        if version in self._published:
+            self._tails[version] = now - self._published[version]
 
     def pace(self) -> Pace:
-        return Pace(step_s=self.step_s, mean_tokens=self.mean_tokens)
+        return Pace(step_s=self.step_s, tail_s=self.tail_s, mean_tokens=self.mean_tokens)
 
 
 @dataclass(slots=True)
@@ -53,8 +62,9 @@ class Blocking:
     since: float | None = None
 
     def update(self, groups: list[str], now: float) -> None:
+        fresh = not set(groups).issubset(self.groups)
         self.groups = groups
-        self.since = None if not groups else now if self.since is None else self.since
+        self.since = None if not groups else now if fresh or self.since is None else self.since
 
 
 class Line:
@@ -107,6 +117,7 @@ def situate(
         cost=cost,
         pull_s=gauge.pull_s,
         group_size=server.group_size,
+        max_staleness=ledger.max_staleness,
         pace=gauge.pace(),
         blockers=blockers(server, table.rows, blocking.groups)
         if len(blocking.groups) <= strategies.tail_groups
@@ -142,4 +153,5 @@ def resident(trajectory: Trajectory, rows: dict[str, int]) -> Resident:
         generated=trajectory.generated,
         version=trajectory.group.version or 0,
         moves=trajectory.moves,
+        attempt=trajectory.group.attempt,
     )

@@ -60,6 +60,8 @@ class Cluster:
         self.rollouts = [self.new_rollout(f"i{index}") for index in range(setting.instances)]
         self.on_start: list[Callable[[], None]] = []
         """Called when the run starts, with the loop running: faults arm themselves here."""
+        self.on_end: list[Callable[[], None]] = []
+        """Called when the last step is committed, with the loop still running."""
         self.down = False
         """Whether the control plane is dead."""
         self._killed = asyncio.Event()
@@ -85,6 +87,8 @@ class Cluster:
         while not await self._live():
             await asyncio.sleep(self._down_s)
             self._recover()
+        for end in self.on_end:
+            end()
 
     async def _live(self) -> bool:
         """One life of the control plane. Whether it reached the end of the run."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from staleflow.runtime.ports import Fence, Report, Snapshot, Work
 from staleflow.servers.lifecycle import Spans
 from staleflow.simulate.clock import VirtualLoop
-from staleflow.simulate.instance import Finished, Instance, Interrupted, Request
+from staleflow.simulate.instance import Finished, Instance, Interrupted, Load, Request
 from staleflow.simulate.weights import SimWeights
 
 STREAM_S = 0.5
@@ -102,7 +102,10 @@ class SimRollout:
             not self.up or now < self._hung_until or (not self._news and now - last.time < HEARTBEAT_S)
         ):
             return last
-        load = self.engine.load_at_last_step() if self._news and last is not None else self.engine.load(now)
+        recent = (
+            self._news and last is not None
+        ) or self._armed <= now  # an event of this very instant is still to come
+        load = self.engine.load_at_last_step() if recent else self.engine.load(now)
         self._news = False
         self._last = Snapshot(
             time=now,
@@ -115,8 +118,16 @@ class SimRollout:
             kv_free=load.kv_free,
             kv_total=load.kv_used + load.kv_free,
             max_running=self.engine.max_running,
+            step=self._step(load),
         )
         return self._last
+
+    def _step(self, load: Load) -> tuple[int, int, float] | None:
+        """What a step takes here now, as a worker would measure it."""
+        if not load.running:
+            return None
+        seconds = self.engine.cost.step(load.running, load.context_tokens) / self.engine.speed
+        return load.running, load.context_tokens, seconds
 
     def held(self) -> list[tuple[str, int]]:
         return [(held.trajectory, held.epoch) for held in self._held.values()]

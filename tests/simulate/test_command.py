@@ -188,7 +188,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("policy=nope", "policy 'nope' is unknown; choose one of staleflow"),
         ("routing=nope", "routing=nope is unknown; choose one of waterfall"),
         ("consum=batch", "'consum' is not a setting; did you mean consume"),
-        ("qqqq=1", "'qqqq' is not a setting; known are chunk, "),
+        ("qqqq=1", "'qqqq' is not a setting; known are adapt, "),
         ("name=mine", "'name' is not a setting"),
         ("batch", "write key=value"),
         ("mu=high", "mu=high cannot be read; give a number"),

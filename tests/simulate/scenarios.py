@@ -1,0 +1,80 @@
+"""Random small runs with random faults. A failing seed is a bug report:
+
+python -m tests.simulate.scenarios 139        # the same run again, with the journal's faults printed
+"""
+
+import sys
+from dataclasses import replace
+from random import Random
+
+from staleflow.coordinator.strategies import Strategies
+from staleflow.simulate import faults, invariants
+from staleflow.simulate.cluster import FAULT, Cluster
+from staleflow.simulate.presets import Setting, preset
+from staleflow.simulate.workload import Bimodal, Lognormal, PowerLaw, Sampled, Uniform, Workload
+
+BASE = preset("paper-14b")
+LENGTHS = (
+    Lognormal.from_mean(400, 1.0),
+    Uniform(50, 900),
+    PowerLaw(60, 1.3),
+    Bimodal(100, 2_000, 0.2),
+)
+
+
+def setting_of(seed: int) -> Setting:
+    """Sizes, strategies and lengths that depend only on the seed."""
+    random = Random(seed)
+    groups = random.choice((2, 4))
+    return replace(
+        BASE,
+        name=f"scenario {seed}",
+        instances=random.choice((2, 3, 4)),
+        groups=groups,
+        group_size=random.choice((2, 4)),
+        staleness=random.choice((0, 1, 2, 3)),
+        steps=6,
+        training_gpus=4,
+        redundancy=random.choice((0, 0, 1)),
+        extra_members=random.choice((0, 0, 1)),
+        filter_uniform=random.random() < 0.3,
+        reward_s=random.choice((0.0, 3.0)),
+        prompts=random.choice((None, None, groups * 6 + random.choice((0, 1, 5)))),
+        workload=Workload(
+            Sampled(random.choice(LENGTHS), between=random.choice((0.0, 0.5, 0.9))),
+            max_tokens=4_000,
+            drift=random.choice((0.0, 0.05)),
+        ),
+        kv_tokens=random.choice((8_000, 20_000)),
+        max_running=random.choice((4, 16)),
+        strategies=Strategies(
+            consume=random.choice(("stream", "batch")),
+            routing=random.choice(("waterfall", "least_loaded", "round_robin")),
+            synchronisation=random.choice(("gain", "greedy", "starved")),
+            migration=random.choice(("gain", "off")),
+            tail=random.choice(("wait", "wait", "replace", "truncate")),
+            tail_patience=random.choice((0.1, 0.5)),
+            mu=random.choice((0.0, 0.1, 0.5)),
+        ),
+    )
+
+
+def run(seed: int, count: int = 6) -> Cluster:
+    """One run with ``count`` faults, checked after every instant and at the end."""
+    cluster = Cluster(setting_of(seed), seed, shuffle=seed % 2 == 1)
+    if count:
+        faults.arm(cluster, count)
+    invariants.watch(cluster)
+    cluster.on_end.append(lambda: invariants.check_all(cluster))
+    cluster.run()
+    assert cluster.control.ledger.version == cluster.setting.steps
+    assert len(cluster.recorder.steps) == cluster.setting.steps
+    return cluster
+
+
+if __name__ == "__main__":
+    finished = run(int(sys.argv[1]))
+    for event in finished.journal.events:
+        if event[0] == FAULT:
+            print(f"{event[1]:8.1f} s  {event[2]}")
+    print(finished.journal.digest())

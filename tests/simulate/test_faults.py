@@ -1,0 +1,41 @@
+"""A thousand runs in which things go wrong: nothing is trained too late, twice or never, and every run ends."""
+
+import pytest
+
+from tests.simulate.scenarios import run
+
+CHUNK = 50
+
+
+@pytest.mark.parametrize("first", range(0, 1000, CHUNK))
+def test_no_fault_breaks_a_promise(first: int) -> None:
+    failed: dict[int, str] = {}
+    for seed in range(first, first + CHUNK):
+        try:
+            run(seed)
+        except Exception as error:
+            failed[seed] = f"{type(error).__name__}: {error}"
+    assert not failed, "rerun with python -m tests.simulate.scenarios SEED"
+
+
+@pytest.mark.parametrize("seed", [3, 9, 139, 400, 777])
+def test_the_same_seed_gives_the_same_run_to_the_last_event(seed: int) -> None:
+    assert run(seed).journal.digest() == run(seed).journal.digest()
+
+
+@pytest.mark.parametrize("seed", range(2000, 2040))
+def test_without_faults_and_without_surplus_no_token_is_wasted(seed: int) -> None:
+    cluster = run(seed, count=0)
+    setting = cluster.setting
+    if (
+        not (setting.redundancy or setting.extra_members or setting.filter_uniform)
+        and setting.strategies.tail == "wait"
+    ):
+        assert not cluster.recorder.wasted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(10_000, 20_000, 500))
+def test_ten_thousand_more_runs_with_more_faults(first: int) -> None:
+    for seed in range(first, first + 500):
+        run(seed, count=12)

@@ -1,0 +1,142 @@
+"""The simulated worker keeps the promises that a real one must: order of commands, lives, versions on tokens."""
+
+import asyncio
+from collections.abc import Callable
+
+from staleflow.runtime.ports import Fence, Report, Work
+from staleflow.simulate.clock import VirtualLoop
+from staleflow.simulate.instance import Instance
+from staleflow.simulate.presets import preset
+from staleflow.simulate.rollout import SimRollout
+from staleflow.simulate.weights import SimWeights
+
+STEP = preset("paper-14b").rollout
+LENGTH = 50
+
+
+class Worker:
+    """A worker alone, and everything it reported."""
+
+    def __init__(self) -> None:
+        self.loop = VirtualLoop()
+        self.weights = SimWeights(nbytes=1e9, link_bandwidth=1e9, total_bandwidth=1e12)
+        self.reports: list[Report] = []
+        self.rollout = SimRollout(
+            "i0",
+            self.loop,
+            Instance(STEP, kv_blocks=1_000),
+            self.weights,
+            lambda _: LENGTH,
+            self.reports.append,
+            lambda _name, _tokens: None,
+        )
+
+    def run(self, script: Callable[[], None]) -> list[Report]:
+        async def main() -> None:
+            script()
+            await asyncio.sleep(100.0)
+
+        self.loop.run(main())
+        return self.reports
+
+    def finished(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        return {name: spans for report in self.reports for name, _, spans in report.finished}
+
+
+def work(name: str, epoch: int = 1) -> list[Work]:
+    return [Work(name, epoch, name, 64, ())]
+
+
+def test_commands_are_applied_in_order_whatever_order_they_come_in_and_once() -> None:
+    worker = Worker()
+
+    def script() -> None:
+        worker.rollout.submit(Fence(1, 0, 2), work("a"))
+        worker.rollout.submit(Fence(1, 0, 2), work("a"))
+        assert worker.rollout.held() == []
+        worker.rollout.pull(Fence(1, 0, 1), 0)
+        worker.rollout.pull(Fence(1, 0, 1), 0)
+        assert worker.rollout.held() == [("a", 1)]
+
+    worker.run(script)
+    assert worker.finished() == {"a": ((0, LENGTH),)}
+    assert [report.pulled for report in worker.reports if report.pulled is not None] == [0]
+
+
+def test_a_command_to_an_earlier_life_is_ignored_and_does_not_take_the_number_of_a_new_one() -> None:
+    worker = Worker()
+
+    def script() -> None:
+        worker.rollout.pull(Fence(1, 0, 1), 0)
+        worker.rollout.crash()
+        worker.rollout.restart()
+        worker.rollout.submit(Fence(1, 0, 2), work("old"))
+        worker.rollout.pull(Fence(1, 1, 1), 0)
+        worker.rollout.submit(Fence(1, 1, 2), work("new"))
+
+    worker.run(script)
+    assert set(worker.finished()) == {"new"}
+
+
+def test_a_new_control_plane_is_heard_and_the_old_one_no_more() -> None:
+    worker = Worker()
+
+    def script() -> None:
+        worker.rollout.pull(Fence(1, 0, 1), 0)
+        worker.rollout.submit(Fence(2, 0, 1), work("new"))
+        worker.rollout.submit(Fence(1, 0, 2), work("old"))
+
+    worker.run(script)
+    assert set(worker.finished()) == {"new"}
+
+
+def test_a_pull_of_a_version_that_is_there_is_answered_or_the_control_plane_would_wait_for_ever() -> None:
+    worker = Worker()
+
+    def script() -> None:
+        worker.rollout.pull(Fence(1, 0, 1), 0)
+        worker.loop.at(20.0, worker.rollout.pull, Fence(2, 0, 1), 0)
+
+    worker.run(script)
+    assert [report.pulled for report in worker.reports] == [0, 0]
+
+
+def test_a_version_asked_for_during_a_pull_is_loaded_before_another_token_is_made() -> None:
+    worker = Worker()
+    worker.weights.version = 2
+
+    def script() -> None:
+        worker.rollout.pull(Fence(1, 0, 1), 1)
+        worker.rollout.pull(Fence(1, 0, 2), 2)
+        worker.rollout.submit(Fence(1, 0, 3), work("a"))
+
+    worker.run(script)
+    assert worker.finished() == {"a": ((2, LENGTH),)}
+
+
+def test_a_trajectory_that_comes_again_before_its_first_life_has_left_is_kept_apart() -> None:
+    worker = Worker()
+
+    def script() -> None:
+        worker.rollout.pull(Fence(1, 0, 1), 0)
+        worker.rollout.submit(Fence(1, 0, 2), work("a", epoch=1))
+        worker.rollout.abort(Fence(1, 0, 3), [("a", 1)])
+        worker.rollout.submit(Fence(1, 0, 4), work("a", epoch=2))
+
+    worker.run(script)
+    assert [row[:2] for report in worker.reports for row in report.finished] == [("a", 2)]
+
+
+def test_tokens_carry_the_version_that_made_them_over_a_pull() -> None:
+    worker = Worker()
+    worker.weights.version = 1
+
+    def script() -> None:
+        worker.rollout.pull(Fence(1, 0, 1), 0)
+        worker.rollout.submit(Fence(1, 0, 2), work("a"))
+        worker.loop.at(1.3, worker.rollout.pull, Fence(1, 0, 3), 1)
+
+    worker.run(script)
+    spans = worker.finished()["a"]
+    assert [version for version, _ in spans] == [0, 1]
+    assert sum(count for _, count in spans) == LENGTH
