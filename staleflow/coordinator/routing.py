@@ -31,7 +31,8 @@ from staleflow.coordinator.strategies import Strategies
 
 
 def waterfall(situation: Situation, strategies: Strategies) -> list[Route]:
-    """The largest ``T(n + 1, c + context) - T(n, c)`` wins if it is at least ``mu / step(1, context)``."""
+    """The largest ``speed * (T(n + 1, c + context) - T(n, c))`` wins. A fresh group is started only where the gain,
+    at the speed of the cost model, is at least ``mu / step(1, context)``: what is started must not wait for that."""
     fleet = situation.fleet.copy()
     return _Filling(situation, fleet, strategies.headroom, _Gain(fleet, situation.cost, strategies.mu)).run()
 
@@ -105,16 +106,14 @@ class _Gain:
         return self.mu / self.cost.step(1, context)
 
     def longest(self) -> Floats:
-        """With ``y`` the time that the context adds to a step, ``u = step(1, 0)``, ``s`` the step without ``y``, and mu
-        divided by the instance's speed::
+        """With ``y`` the time that the context adds to a step, ``u = step(1, 0)`` and ``s`` the step without ``y``::
 
         (n + 1) / (s + y) - T >= mu / (u + y)   <=>   T y² <= b y + c,   b = n + 1 - mu - T (s + u),
                                                                         c = (n + 1) u - mu s - T s u
         """
         s, u, now = self.step, self.cost.step(1, 0), self.now
-        mu = self.mu / self.speed
-        b = self.more - mu - now * (s + u)
-        c = self.more * u - mu * s - now * s * u
+        b = self.more - self.mu - now * (s + u)
+        c = self.more * u - self.mu * s - now * s * u
         roots = np.sqrt(np.maximum(0.0, b * b + 4 * now * c))
         with np.errstate(divide="ignore", invalid="ignore"):
             y = np.where(now > 0, (b + roots) / (2 * now), inf)
@@ -224,15 +223,16 @@ class _Filling:
         scores, least = self._scores(level, context)
         row = int(scores.argmax())
         best = float(scores[row])
-        if best == -inf or (version is None and best < least):
-            self._refuse(version, level, context, full=best == -inf)
+        if best == -inf:
+            self._refuse(version, level, context)
             return False
         self.fleet.place(row, context, self.headroom)
         self.rule.placed(row, context)
         if self.fleet.running[row] >= self.fleet.max_running[row]:
             self._close(row)
         fits = not level.shut[row] and self.fleet.kv_free[row] >= context + self.headroom
-        scores[row] = self.rule.score(row, context) if fits else -inf
+        again = self.rule.score(row, context) if fits else -inf
+        scores[row] = again if again >= least * self.fleet.speed[row] else -inf
         target = int(self.fleet.version[row])
         if version is None:
             self._start(item.group, target, level)
@@ -249,11 +249,14 @@ class _Filling:
         scores = self.rule.scores(context)
         np.putmask(scores, level.shut, -inf)
         np.putmask(scores, self.fleet.kv_free < context + self.headroom, -inf)
-        self._scored = level, context, (scores, self.rule.least(context))
+        least = self.rule.least(context) if level is self.levels.get(None) else -inf
+        if least > -inf:
+            np.putmask(scores, scores < least * self.fleet.speed, -inf)  # worth it for an instance of that speed
+        self._scored = level, context, (scores, least)
         return self._scored[2]
 
-    def _refuse(self, version: int | None, level: _Level, context: int, full: bool) -> None:
-        if full and version is not None and not self.claimed:
+    def _refuse(self, version: int | None, level: _Level, context: int) -> None:
+        if version is not None and not self.claimed:
             self._claim(version)
         longest = np.asarray(self.fleet.kv_free - self.headroom, dtype=np.float64)
         if version is None:

@@ -86,6 +86,7 @@ class ControlPlane:
         self._blocking = Blocking()
         self._line = Line()
         self._table: FleetTable | None = None
+        self._routed = 0
         self._look_at = 0.0
         self._news_at = 0.0
         """When something last happened."""
@@ -118,6 +119,10 @@ class ControlPlane:
     def join(self, port: InstancePort) -> None:
         """An instance is there, for the first time or in a new life."""
         snapshot = port.snapshot()
+        if (known := self.members.get(port.name)) is not None:
+            if known.life == snapshot.life:
+                return
+            self._lose(known)
         self.members[port.name] = Member(port, self.term, life=snapshot.life, version=snapshot.version)
         self._table = None
         self._changed()
@@ -136,7 +141,7 @@ class ControlPlane:
                 self._scoring.ask(each)
         for (instance, name), epoch in held.items():
             if name not in self.members[instance].residents:
-                self.members[instance].abort_unknown(name, epoch)
+                self.members[instance].forget([(name, epoch)])
         if self._feed.recover():
             self._committed()
         self._feed.push_on()
@@ -145,9 +150,12 @@ class ControlPlane:
     def _lose(self, member: Member) -> None:
         """The instance is dead: what ran there goes on elsewhere, from the last token that was streamed."""
         member.alive, member.touched = False, True
+        lost = [(each.name, each.epoch) for each in member.residents.values()]
         for each in list(member.residents.values()):
             self.server.give_back(each.name, each.epoch, each.spans)
-        member.lost, member.residents, member.issued, member.pulling = list(member.residents.values()), {}, [], None
+            self._truncating.discard(each.name)
+        member.lost = lost
+        member.residents, member.issued, member.pulling = {}, [], None
 
     # Reports
 
@@ -163,6 +171,7 @@ class ControlPlane:
                 trajectory = self.server.trajectories[name]
                 self.gauge.finished(trajectory.generated, trajectory.group.version or 0, self._now())
                 self._scoring.ask(trajectory)
+                self._truncating.discard(name)
                 member.residents.pop(name, None)
         for name, epoch, spans in report.returned:
             if self._returned(name, epoch, spans):
@@ -170,13 +179,15 @@ class ControlPlane:
         if report.pulled is not None and report.pulled > member.version:
             member.version = report.pulled
             self._renew(member, report.pulled)
+            self._feed.push_on()
         if member.pulling is not None and member.version >= member.pulling:
             member.pulling = None
             self.gauge.pull_ended(member.name, self._now())
         self._changed()
 
     def _returned(self, name: str, epoch: int, spans: Spans) -> bool:
-        if name not in self._truncating:
+        trajectory = self.server.trajectories.get(name)
+        if trajectory is None or trajectory.epoch != epoch or name not in self._truncating:
             return self.server.give_back(name, epoch, spans)
         self._truncating.discard(name)
         news = bool(spans) and self.server.generated(name, epoch, spans)
@@ -187,6 +198,7 @@ class ControlPlane:
     def on_scored(self, name: str, reward: float) -> None:
         if not self._scoring.answered(name):
             return
+        self._news_at = self._now()
         if completed := self.server.score(name, reward):
             group, running = completed
             self._drop(running)
@@ -207,7 +219,8 @@ class ControlPlane:
             self._committed()
 
     def on_trainer_back(self) -> None:
-        self._feed.back()
+        if self._feed.back():
+            self._committed()
         self._feed.push_on()
 
     # Decisions
@@ -238,6 +251,7 @@ class ControlPlane:
             self._blocking,
             self._line,
         )
+        situation.turn = self._routed
         decision = decide(situation, self.settings.strategies)
         self.on_decision(now, decision)
         self._obey(decision.commands)
@@ -269,6 +283,7 @@ class ControlPlane:
         for command in commands:
             match command:
                 case Route(name, _, instance, version):
+                    self._routed += 1
                     if placed := self.server.place(name, instance, version):
                         submitted.setdefault(instance, []).append(placed)
                 case Interrupt(name, instance, _) | Truncate(name, instance):
@@ -290,6 +305,7 @@ class ControlPlane:
         if group.name not in self.server.groups or group.name in self.server.leased:
             return  # it was given up before, or it is being trained without this member
         self._drop(self.server.release(group, why))
+        self._feed.push_on()
         self._changed()
 
     def _drop(self, trajectories: Iterable[Trajectory]) -> None:
@@ -331,7 +347,9 @@ class ControlPlane:
             self._work.set()
 
     def waits_for(self) -> str:
-        """In one line, why nothing happens."""
+        """In one line, what the run waits for."""
+        if self.ledger.frontier > self.ledger.version:
+            return f"step {self.ledger.version} waits for the trainer to push version {self.ledger.frontier}"
         alive = sum(member.alive for member in self.members.values())
         waiting = self.ledger.blocking()
         what = f"for groups {', '.join(waiting[:8])}" if waiting else "for more complete groups"

@@ -55,10 +55,12 @@ class Feed:
         self._down = True
         return self._settle()
 
-    def back(self) -> None:
-        """A trainer is there again, at the newest durable version and with nothing fed."""
-        self._settle()
+    def back(self) -> bool:
+        """A trainer is there again, at the newest durable version, with nothing fed. Answers as ``lost`` does."""
         self._down = False
+        news = self._settle()
+        self._trainer.reset()  # what it was fed before, if anything, is fed again
+        return news
 
     def recover(self) -> bool:
         """After a restart of the control plane: the trainer may have finished a step, or hold half of one."""

@@ -14,7 +14,7 @@ from staleflow.coordinator.situation import Fleet, InstanceView
 from staleflow.runtime.ports import Fence, InstancePort, Snapshot, Work
 from staleflow.servers.lifecycle import Trajectory
 
-ALL_S = 5.0
+ALL_S = 10.0
 """Contexts grow while nothing happens: after this time every row of the table is written again."""
 
 
@@ -46,7 +46,7 @@ class Member:
     """Trajectories sent there and not back yet."""
     touched: bool = True
     """Whether a command or a report has changed what its row should show."""
-    lost: list[Trajectory] = field(default_factory=list[Trajectory])
+    lost: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     """What it held when it was taken for dead; to be dropped there should it come back."""
     version: int = -1
     """The version it has reported to hold; -1 before its first pull. Tokens it has not reported yet are no older."""
@@ -76,15 +76,15 @@ class Member:
         self.pulling = version
         self.port.pull(self._next(), version)
 
-    def abort_unknown(self, name: str, epoch: int) -> None:
-        """Drop something that it holds and nobody wants."""
-        self.port.abort(self._next(), [(name, epoch)])
+    def forget(self, names: Sequence[tuple[str, int]]) -> None:
+        """Drop what it holds and nobody wants."""
+        self.port.abort(self._next(), names)
 
     def revive(self, snapshot: Snapshot) -> None:
         """It is heard of again. In the same life it still holds what was taken from it."""
         if snapshot.life == self.life:
             if self.lost:
-                self.abort(self.lost)
+                self.forget(self.lost)
         else:
             self.life, self.version, self.number = snapshot.life, snapshot.version, 0
         self.alive, self.touched, self.lost = True, True, []
@@ -114,7 +114,7 @@ class Member:
         table.max_running[row] = snapshot.max_running
         table.alive[row] = self.alive
         table.pulling[row] = self.pulling is not None
-        if snapshot.step is not None:
+        if snapshot.step is not None and snapshot.step[2] > 0:
             sequences, tokens, seconds = snapshot.step
             measured = cost.step(sequences, tokens) / seconds
             table.speed[row] += 0.5 * (measured - table.speed[row])

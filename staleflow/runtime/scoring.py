@@ -44,7 +44,9 @@ class Scoring:
         asked = self._asked.get(name)
         if asked is None:
             return
-        if asked.tries < self._tries:
+        if asked.trajectory.state != "generated":  # its group is complete without it, or was given up
+            del self._asked[name]
+        elif asked.tries < self._tries:
             self.ask(asked.trajectory, asked.tries + 1)
         else:
             del self._asked[name]
@@ -54,6 +56,7 @@ class Scoring:
         self._asked.clear()
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
 
     def _arm(self) -> None:
         if self._timer is None and self._asked:

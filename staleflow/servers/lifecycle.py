@@ -27,7 +27,7 @@ NEXT: dict[State, tuple[State, ...]] = {
     "consumed": (),
     "aborted": (),
 }
-"""``queued -> generated`` is a trajectory that was truncated while it waited in the server."""
+"""``queued -> generated``: its instance was taken for dead, and finished it after all before it went elsewhere."""
 
 Spans = tuple[tuple[int, int], ...]
 """Runs of tokens made under one version: ``(version, count)``, in the order they were made."""

@@ -57,10 +57,9 @@ class TrajectoryServer:
     def queue(self, most: int) -> tuple[list[Trajectory], Iterable[Group]]:
         """What waits: members of reserved groups, oldest version first, and groups not reserved yet, in order."""
 
-        def age(trajectory: Trajectory) -> int:
-            version = trajectory.group.version
-            assert version is not None
-            return version
+        def age(trajectory: Trajectory) -> tuple[int, int, int]:
+            group = trajectory.group
+            return group.version or 0, group.prompt, group.attempt
 
         return sorted(self._resuming.values(), key=age)[:most], self._fresh.values()
 
@@ -96,7 +95,7 @@ class TrajectoryServer:
     def stream(self, name: str, epoch: int, spans: Spans) -> bool:
         """Tokens so far. Keeps the longer of what is known and what is reported."""
         trajectory = self._current(name, epoch, "running", "interrupted")
-        if trajectory is None or tokens(spans) <= trajectory.generated:
+        if trajectory is None or tokens(spans) <= trajectory.generated or not self._within(trajectory.group, spans):
             return False
         self._record("stream", name, spans)
         return True
@@ -120,7 +119,10 @@ class TrajectoryServer:
     def generated(self, name: str, epoch: int, spans: Spans) -> bool:
         """The last token is there (or it was truncated): it can be scored."""
         trajectory = self._current(name, epoch, "queued", "running", "interrupted")
-        if trajectory is None:
+        if trajectory is None or not epoch:
+            return False
+        if not self._within(trajectory.group, spans):
+            self.give_back(name, epoch, trajectory.spans)
             return False
         self._record("generated", name, spans)
         return True
@@ -185,8 +187,9 @@ class TrajectoryServer:
             self._apply(event)
 
     def _record(self, *event: Any) -> None:
-        self._journal.append(event)
+        """Apply, then write: what cannot be applied is never written, and nobody outside has been told yet."""
         self._apply(event)
+        self._journal.append(event)
 
     def _apply(self, event: Event) -> None:
         self._handlers[event[0]](*event[1:])
@@ -205,13 +208,15 @@ class TrajectoryServer:
         self.trajectories.update((member.name, member) for member in group.members)
 
     def _on_reserve(self, name: str, version: int) -> None:
-        assert self.ledger.reserve(name, version)
+        if not self.ledger.reserve(name, version):
+            raise ValueError(f"group {name} cannot be reserved with version {version}: the ledger has no room")
         group = self._fresh.pop(name)
         group.version = version
         self._resuming.update((member.name, member) for member in group.members)
 
     def _on_lower(self, name: str, version: int) -> None:
-        assert self.ledger.lower(name, version)
+        if not self.ledger.lower(name, version):
+            raise ValueError(f"group {name} cannot be lowered to version {version}: the ledger has no room")
         self.groups[name].version = version
 
     def _on_renew(self, name: str, version: int) -> None:
@@ -266,11 +271,13 @@ class TrajectoryServer:
         self._forget([name], reason)
 
     def _on_lease(self, names: tuple[str, ...]) -> None:
-        assert self.ledger.take(len(names)) == list(names)
+        if (taken := self.ledger.take(len(names))) != list(names):
+            raise ValueError(f"the journal leased {names}, the ledger {taken}")
         self.leased += names
 
     def _on_consume(self, names: tuple[str, ...], aborted: tuple[str, ...]) -> None:
-        assert self.ledger.consume(rank=self._progress).groups == list(names)
+        if (batch := self.ledger.consume(rank=self._progress)).groups != list(names):
+            raise ValueError(f"the journal consumed {names}, the ledger {batch.groups}")
         self.leased = list(names)
         self._forget(aborted, REDUNDANT)
 
@@ -307,6 +314,17 @@ class TrajectoryServer:
                 self._abort(member, reason)
             group.members = []
         return running
+
+    def _within(self, group: Group, spans: Spans) -> bool:
+        """Whether tokens this old may be in the group. They are older than its reservation if it was renewed while an
+        instance that was taken for dead went on; then the ledger must allow it."""
+        oldest = min((version for version, _ in spans), default=group.version)
+        if group.version is None or oldest is None or oldest >= group.version:
+            return True
+        if not self.ledger.lower(group.name, oldest):
+            return False
+        self._record("lower", group.name, oldest)
+        return True
 
     def _progress(self, name: str) -> float:
         """What is given up first where redundancy admitted too much: the group with the fewest scored members."""

@@ -130,9 +130,9 @@ class Cluster:
         for rollout in self.rollouts:
             self.join(rollout)
         self.down = False
-        self.control.recover()
         if not self.trainer.alive:
             self.control.on_trainer_lost()
+        self.control.recover()
         reports, self._undelivered = self._undelivered, []
         for report in reports:
             self.control.on_report(report)
@@ -166,6 +166,8 @@ class Cluster:
 
     def new_rollout(self, name: str, speed: float = 1.0) -> SimRollout:
         setting = self.setting
+        if setting.speed_spread:
+            speed *= 1 + setting.speed_spread * (2 * self.keyed.uniform("speed", name) - 1)
         engine = Instance(setting.rollout, setting.kv_tokens // BLOCK, BLOCK, setting.max_running, setting.chunk, speed)
         return SimRollout(name, self.loop, engine, self.weights, self._target_of, self.report, self.recorder.left)
 

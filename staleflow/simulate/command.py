@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import NoneType
@@ -23,12 +23,24 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 from staleflow.coordinator.strategies import ConfigError, Strategies
 from staleflow.protocol.ledger import LedgerError
 from staleflow.runtime.control import StalledError
+from staleflow.simulate import faults, invariants
 from staleflow.simulate.clock import DeadlockError
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.picture import Timeline, draw
 from staleflow.simulate.presets import PRESETS, Setting, preset
 from staleflow.simulate.result import POLICY, row, table
-from staleflow.simulate.workload import Workload, WorkloadError, load_trace
+from staleflow.simulate.workload import (
+    Bimodal,
+    Distribution,
+    Lognormal,
+    PowerLaw,
+    Sampled,
+    Source,
+    Uniform,
+    Workload,
+    WorkloadError,
+    load_trace,
+)
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[Any]  # pyright: ignore[reportPrivateUsage]
@@ -87,6 +99,8 @@ def run(options: argparse.Namespace) -> int:
         cluster.run()
     except (StalledError, DeadlockError) as error:
         return refuse(f"the run is stuck: {error}", code=1)
+    except invariants.BrokenInvariantError as error:
+        return refuse(f"a promise was broken, please report it with the command: {error}", code=1)
     result = row(cluster, time.perf_counter() - began)
     if picture and timeline:
         try:
@@ -106,9 +120,8 @@ def refuse(error: Exception | str, code: int = 2) -> int:
 def arm_faults(cluster: Cluster, count: int) -> None:
     if count < 0:
         raise ConfigError(f"--faults {count} is impossible; give 0 or more")
-    from staleflow.simulate.faults import arm  # only where faults are asked for
-
-    arm(cluster, count)
+    faults.arm(cluster, count)
+    invariants.watch(cluster)
 
 
 # Settings
@@ -128,13 +141,40 @@ def read_setting(options: argparse.Namespace) -> Setting:
     known = settable()
     parts = {owner: {key: changes[key] for key in changes if known[key][0] is owner} for owner in OWNERS}
     setting = replace(base, **parts[Setting], strategies=replace(base.strategies, **parts[Strategies]))
-    workload = base.workload
+    workload = replace(base.workload, source=lengths(changes, base.workload.source))
     if options.trace is not None:
+        if given := [key for key in LENGTHS if key in changes]:
+            raise ConfigError(f"{given[0]} has no meaning with --trace, whose lengths are recorded; leave one out")
         workload = load_trace(options.trace, group_size=setting.group_size)
     setting = replace(setting, workload=replace(workload, **parts[Workload]))
     setting.check()
     return setting
 
+
+def lengths(changes: Changes, source: Source) -> Source:
+    """The preset's lengths, or those of a named distribution with the mean asked for."""
+    kind, mean = changes.get("lengths"), changes.get("mean_tokens", 1500.0)
+    if kind is None and "mean_tokens" in changes:
+        raise ConfigError("mean_tokens needs a distribution; give lengths= too, or scale= to stretch the preset's")
+    if isinstance(source, Sampled):
+        between = changes.get("between", source.between)
+        if kind is None:
+            return replace(source, between=between)
+        if kind not in DISTRIBUTIONS:
+            raise ConfigError(f"lengths={kind} is unknown; choose one of {', '.join(DISTRIBUTIONS)}")
+        return replace(source, between=between, output=DISTRIBUTIONS[kind](mean))
+    return source
+
+
+DISTRIBUTIONS: dict[str, Callable[[float], Distribution]] = {
+    "lognormal": lambda mean: Lognormal.from_mean(mean, 1.0),
+    "powerlaw": lambda mean: PowerLaw(mean / 3, 1.5),
+    "bimodal": lambda mean: Bimodal(mean / 2, 3 * mean, 0.2),
+    "uniform": lambda mean: Uniform(1, max(1.0, 2 * mean - 1)),
+}
+"""Distributions of a given mean (before the cap), by the names that ``lengths=`` takes."""
+
+LENGTHS: dict[str, type] = {"lengths": str, "mean_tokens": float, "between": float}
 
 OWNERS = (Setting, Strategies, Workload)
 
@@ -142,6 +182,7 @@ OWNERS = (Setting, Strategies, Workload)
 def settable() -> dict[str, tuple[type, tuple[type, ...]]]:
     """Every key that an override may name: whose field it is, and the types its value may have."""
     found: dict[str, tuple[type, tuple[type, ...]]] = {"policy": (Setting, (str,))}
+    found |= {key: (Sampled, (kind,)) for key, kind in LENGTHS.items()}
     for owner in OWNERS:
         hints = get_type_hints(owner)
         for field in fields(owner):

@@ -24,6 +24,7 @@ def watch(cluster: Cluster) -> None:
             check_all(cluster, versions)
 
     cluster.loop.on_instant = check
+    cluster.on_end.append(lambda: check_all(cluster, versions))
 
 
 def check_all(cluster: Cluster, versions: dict[tuple[str, int], int] | None = None) -> None:

@@ -105,8 +105,18 @@ class Timeline:
                 if each.version >= 0:
                     self.pulls.append((now, lane))
         if len(self.times) == SAMPLES:
-            self.times, self.levels = self.times[::2], self.levels[::2]
             self._every = now / (SAMPLES // 2)
+            self._thin()
+
+    def _thin(self) -> None:
+        """Keep one sample for each stretch of time, wherever the samples lie."""
+        kept, next_at = list[int](), 0.0
+        for index, time in enumerate(self.times):
+            if time >= next_at:
+                kept.append(index)
+                next_at = time + self._every
+        self.times = [self.times[index] for index in kept]
+        self.levels = [self.levels[index] for index in kept]
 
 
 def _level(rollout: SimRollout) -> int:

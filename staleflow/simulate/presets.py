@@ -43,6 +43,8 @@ class Setting:
     reward_success: float = 0.5
     filter_uniform: bool = False
     """Release groups whose rewards are all equal."""
+    speed_spread: float = 0.0
+    """Instances run at speeds between 1 - this and 1 + this."""
     prompts: int | None = None
     """Length of the data; None: endless."""
     cycle_s: float = 1.0
@@ -80,6 +82,8 @@ class Setting:
             )
 
     def _check_rewards(self) -> None:
+        if not 0 <= self.speed_spread < 1:
+            raise ConfigError(f"speed_spread={self.speed_spread} is impossible; give a share from 0 to below 1")
         if not 0 <= self.reward_success <= 1:
             raise ConfigError(f"reward_success={self.reward_success} is impossible; give a share from 0 to 1")
         if self.filter_uniform and (self.group_size == 1 or self.reward_success in (0, 1)):

@@ -83,11 +83,13 @@ def trainer_idle(cluster: Cluster) -> dict[str, float]:
 def instance_idle(cluster: Cluster) -> dict[str, float]:
     """Shares of the time of all instances together: in which they loaded weights, were down, or had nothing to run."""
     now = cluster.loop.time()
-    whole = now * len(cluster.rollouts)
+    whole = sum(now - rollout.born for rollout in cluster.rollouts)
+    down = sum(rollout.down_seconds for rollout in cluster.rollouts) / whole
     pull = sum(rollout.pull_seconds for rollout in cluster.rollouts) / whole
     busy = sum(busy_seconds(rollout.engine, now) for rollout in cluster.rollouts) / whole
     # A pull waits for the step under way, which is busy time too: so the rest may fall below 0 by a step's length.
-    return {"empty": max(0.0, 1.0 - busy - pull), "pull": pull}
+    idle = {"empty": max(0.0, 1.0 - busy - pull - down), "pull": pull}
+    return idle | ({"down": down} if down else {})
 
 
 def busy_seconds(engine: Instance, now: float) -> float:

@@ -20,7 +20,7 @@ STREAM_S = 0.5
 """A worker tells the server about new tokens this often; what a crash loses is younger."""
 
 
-HEARTBEAT_S = 5.0
+HEARTBEAT_S = 10.0
 """A snapshot is made when something has happened, and otherwise this often."""
 
 
@@ -63,6 +63,10 @@ class SimRollout:
         self.up = True
         self.pulls = 0
         self.pull_seconds = 0.0
+        self.born = loop.now
+        self.down_seconds = 0.0
+        """Dead or hung, as far as it has come back."""
+        self._down_since = 0.0
         self._weights = weights
         self._target_of = target_of
         self._report = report
@@ -148,25 +152,36 @@ class SimRollout:
         if not self.up:
             return
         self.snapshot()
+        self._stream()
         now = self._loop.now
-        self._fire_events()
-        since = now - math.floor(now / STREAM_S) * STREAM_S
-        load = self.engine.load(now)
-        step = self.engine.cost.step(load.running, load.context_tokens) / self.engine.speed if load.running else 1.0
-        unsent = math.ceil(since / step)
-        progress: list[tuple[str, int, Spans]] = []
         for request in self.engine.crash(now):
             held = self._held[request.name]
-            kept = max(held.marked, request.generated - unsent)
             self._left(held.trajectory, request.generated - held.began)
-            progress.append((held.trajectory, held.epoch, held.stamped(kept, self.version)))
-        self._report(Report(self.name, self.life, progress=tuple(progress)))
-        self.up, self._pulling = False, None
+        self.up, self._pulling, self._down_since = False, None, now
         self._held, self._aborting, self._early = {}, set(), {}
+
+    def _stream(self) -> None:
+        """Send what a worker that streams every ``STREAM_S`` would have sent by now.
+
+        Nobody looks at these tokens unless the worker falls silent, so they are sent only then.
+        """
+        self._fire_events()
+        now = self._loop.now
+        load = self.engine.load(now)
+        step = self.engine.cost.step(load.running, load.context_tokens) / self.engine.speed if load.running else 1.0
+        unsent = math.ceil((now % STREAM_S) / step)
+        progress: list[tuple[str, int, Spans]] = []
+        for name, generated in self.engine.progress(now):
+            held = self._held[name]
+            sent = max(held.marked, generated - unsent)
+            if sent > held.marked:
+                progress.append((held.trajectory, held.epoch, held.stamped(sent, self.version)))
+        self._report(Report(self.name, self.life, progress=tuple(progress)))
 
     def restart(self) -> None:
         """Begin a new life, with empty memory and no weights."""
         self.life += 1
+        self.down_seconds += self._loop.now - self._down_since
         self.up, self.version, self._applied = True, -1, Fence(0, self.life, 0)
         self._news = True
 
@@ -174,7 +189,9 @@ class SimRollout:
         """Answer nothing and do nothing for a while; commands wait."""
         if self.up and self._pulling is None and self._loop.now >= self._hung_until:
             self.snapshot()
+            self._stream()
             self._hung_until = self._loop.now + seconds
+            self.down_seconds += seconds
             self.engine.pause(self._loop.now)
             self._arm()
             self._loop.at(self._hung_until, self._wake, self.life)

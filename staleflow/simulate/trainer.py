@@ -56,6 +56,8 @@ class SimTrainer:
         self._loop.at(self._free_at, self._look, self._life, self._free_at)
 
     def finish(self, step: int) -> None:
+        if not self.alive:
+            return
         done = max(self._free_at, self._loop.now) + self.cost.fixed_s
         self._free_at = done
         self._loop.at(done, self._push, self._life, step)

@@ -189,3 +189,13 @@ def test_waterfall_without_a_threshold_is_a_brute_force_search_for_the_largest_g
         rows = [row for row in range(len(fleet.names)) if fleet.alive[row] and fleet.version[row] >= item.level]
         if not fit and claimed < 0 and rows:
             claimed = max(rows, key=lambda row: (fleet.kv_free[row], -row))
+
+
+def test_deadlock_an_empty_slow_instance_still_takes_fresh_work() -> None:
+    views = [instance("slow", speed=0.1)]
+    assert len(route(situation(views, fresh("g", 500), {1: 1}), Strategies(mu=0.5))) == 1
+
+
+def test_of_two_equal_instances_the_faster_gets_the_work() -> None:
+    views = [instance("slow", speed=0.5), instance("fast", speed=1.0)]
+    assert targets(route(situation(views, started("g", 1, 500)), WATERFALL)) == {"g.0": "fast"}

@@ -136,7 +136,6 @@ def test_groups_given_up_to_fill_a_step_are_dropped_where_they_run() -> None:
     assert bench.server.owed == [running.prompt]
 
 
-@pytest.mark.xfail(strict=True, reason="back() rolls a step back that the trainer is at work on, without a reset")
 def test_a_repeated_message_that_the_trainer_is_back_does_not_feed_its_groups_twice() -> None:
     bench = Bench()
     bench.complete(1)

@@ -14,7 +14,7 @@ TIMEOUT, TRIES = 10.0, 3
 
 
 def trajectory(name: str = "p0/0") -> Trajectory:
-    return Trajectory(name, Group("p0", 0, 0, 100, 1))
+    return Trajectory(name, Group("p0", 0, 0, 100, 1), state="generated")
 
 
 class Office:

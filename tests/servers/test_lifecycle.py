@@ -24,7 +24,7 @@ def trajectory(state: State = "queued") -> Trajectory:
 
 def reachable(start: State) -> set[State]:
     seen: set[State] = {start}
-    left = [start]
+    left: list[State] = [start]
     while left:
         for state in NEXT[left.pop()]:
             if state not in seen:
@@ -46,7 +46,8 @@ def test_no_trajectory_is_trapped_in_a_state_that_is_not_an_end() -> None:
 
 
 def test_what_is_generated_is_never_generated_again() -> None:
-    for state in ("generated", "scored", "complete"):
+    done: tuple[State, ...] = ("generated", "scored", "complete")
+    for state in done:
         assert reachable(state).isdisjoint({"queued", "running", "interrupted"})
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.servers.test_trajectories import ServerMachine
 
-KINDS = set("admit reserve lower renew route stream interrupt requeue generated score occupy".split())
-KINDS |= set("release lease consume commit rollback".split())
+KINDS = {"admit", "reserve", "lower", "renew", "route", "stream", "interrupt", "requeue", "generated", "score"}
+KINDS |= {"occupy", "release", "lease", "consume", "commit", "rollback"}
 
 SHAPES = (
     {"batch": 1, "staleness": 0, "redundancy": 0, "size": 2, "extra": 1},

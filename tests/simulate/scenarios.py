@@ -65,7 +65,6 @@ def run(seed: int, count: int = 6) -> Cluster:
     if count:
         faults.arm(cluster, count)
     invariants.watch(cluster)
-    cluster.on_end.append(lambda: invariants.check_all(cluster))
     cluster.run()
     assert cluster.control.ledger.version == cluster.setting.steps
     assert len(cluster.recorder.steps) == cluster.setting.steps

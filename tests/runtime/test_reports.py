@@ -1,0 +1,215 @@
+"""The control plane between fake parts: late, repeated and contradicting reports, and what must follow from each."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from staleflow.coordinator.decide import Decision
+from staleflow.runtime.control import StalledError
+from tests.runtime.fakes import World, on_virtual_time
+from tests.servers.worlds import state_of
+
+
+def test_reports_that_are_late_repeated_or_from_another_life_change_nothing() -> None:
+    async def main() -> None:
+        world = World()
+        world.start()
+        await asyncio.sleep(1)
+        row = ("p0/0", 1, ((0, 10),))
+        instance, control = world.instances["i0"], world.control
+        control.on_report(instance.report(finished=(row,)))
+        control.on_scored("p0/0", 1.0)
+        before, count = state_of(world.server), world.journal.count
+        for news in ({"finished": (row,)}, {"returned": (row,)}, {"progress": (row,)}):
+            control.on_report(instance.report(**news))
+            control.on_report(instance.report(**news)._replace(life=7, finished=(("p1/0", 1, ((0, 9),)),)))
+            control.on_report(instance.report(**news)._replace(instance="nobody"))
+        control.on_report(instance.report(finished=(("p1/0", 0, ((0, 9),)), ("p1/0", 2, ((0, 9),)))))
+        control.on_scored("p0/0", 0.0)
+        control.on_scored("p1/0", 1.0)
+        control.on_score_failed("p0/0", "late")
+        control.on_pushed(1)
+        assert (state_of(world.server), world.journal.count) == (before, count)
+
+    on_virtual_time(main())
+
+
+def test_a_reward_that_cannot_be_had_releases_the_group_with_the_reason_and_its_prompt_comes_again() -> None:
+    async def main() -> None:
+        world = World(settings={"reward_timeout_s": 5.0, "reward_tries": 2})
+        world.start()
+        await asyncio.sleep(1)
+        world.finish("p0/0")
+        world.finish("p1/0")
+        world.control.on_score_failed("p1/0", "judge is down")
+        world.control.on_score_failed("p1/0", "judge is down")
+        await asyncio.sleep(12)
+        assert world.server.ledger.counts()["released"] == {"judge is down": 1, "reward timed out": 1}
+        assert {"p0.1", "p1.1"} <= set(world.server.groups)
+        assert {"p0.1/0", "p1.1/0"} <= {work.trajectory for work in world.instances["i0"].submitted}
+
+    on_virtual_time(main())
+
+
+def test_every_decision_is_told_with_what_it_was_decided_on() -> None:
+    async def main() -> list[tuple[float, Decision]]:
+        world = World()
+        decisions: list[tuple[float, Decision]] = []
+        world.control.on_decision = lambda at, decision: decisions.append((at, decision))
+        world.start()
+        await asyncio.sleep(1)
+        return decisions
+
+    (at, first), *_ = on_virtual_time(main())
+    inputs: dict[str, Any] = json.loads(json.dumps(first.inputs))
+    assert at == inputs["now"] == 0.0
+    assert (inputs["alive"], inputs["queued"], inputs["room"]) == (1, 4, {"0": 4})
+    assert inputs["routing"]["routes"] == len(first.commands) == 4
+
+
+def test_data_that_ends_too_early_is_a_named_stall_and_not_a_hang() -> None:
+    async def main() -> None:
+        world = World(batch=2, prompts=3, settings={"stall_s": 100.0})
+        run = world.start(steps=2)
+        await asyncio.sleep(1)
+        world.finish_and_score("p0/0", "p1/0", "p2/0")
+        world.push()
+        with pytest.raises(StalledError, match="step 1 has 1 of 2 groups and waits for more complete groups"):
+            await run
+
+    on_virtual_time(main())
+
+
+def test_a_step_whose_push_was_seen_only_after_the_restart_is_not_the_end_of_the_run() -> None:
+    async def main() -> None:
+        world = World()
+        world.start(steps=3)
+        await asyncio.sleep(1)
+        world.finish_and_score("p0/0", "p1/0")
+        again = World()
+        again.server.replay(world.journal.events)
+        again.trainer.version = 1
+        again.control.recover()
+        assert again.server.ledger.version == 1
+        run = again.start(steps=3)
+        await asyncio.sleep(10)
+        assert not run.done()
+        assert "p2/0" in {work.trajectory for work in again.instances["i0"].submitted}
+
+    on_virtual_time(main())
+
+
+def test_a_surplus_member_that_cannot_be_scored_does_not_take_its_complete_group_down() -> None:
+    async def main() -> None:
+        world = World(extra=1, consume="batch", settings={"reward_tries": 1})
+        world.start()
+        await asyncio.sleep(1)
+        world.finish("p0/0")
+        world.finish("p0/1")
+        world.control.on_scored("p0/0", 1.0)
+        assert world.server.groups["p0"].complete
+        world.control.on_score_failed("p0/1", "judge is down")
+        assert world.server.ledger.counts()["released"] == {}
+
+    on_virtual_time(main())
+
+
+def test_a_step_that_a_release_makes_ready_is_fed_at_once() -> None:
+    async def main() -> None:
+        world = World(batch=1, settings={"reward_tries": 1})
+        world.start()
+        await asyncio.sleep(1)
+        world.finish_and_score("p0/0")  # p1 is of version 0 too, and due in step 1
+        world.push()
+        world.control.on_report(world.instances["i0"].report(progress=(("p1/0", 1, ((0, 5),)),), pulled=1))
+        await asyncio.sleep(1)
+        world.finish_and_score("p2/0", version=1)
+        assert world.trainer.names() == ["p0"], "step 1 waits for p1"
+        world.finish("p1/0")
+        world.control.on_score_failed("p1/0", "judge is down")
+        assert world.trainer.names() == ["p0", "p2"]
+
+    on_virtual_time(main())
+
+
+def test_tokens_of_an_instance_that_seemed_dead_cannot_slip_under_the_bound() -> None:
+    async def main() -> None:
+        world = World(batch=1, size=2, instances=("i0", "i1"), routing="round_robin")
+        world.start()
+        await asyncio.sleep(1)
+        silent, other = world.server.groups["p1"].members
+        assert (silent.instance, other.instance) == ("i0", "i1")
+        world.instances["i0"].silent_since = 0.0
+        world.instances["i1"].kv_free = 0
+        world.finish_and_score("p0/0", "p0/1")
+        await asyncio.sleep(80)
+        assert silent.state == "queued", "i0 was taken for dead and i1 has no memory for it"
+        world.push()
+        world.control.on_report(world.instances["i1"].report(pulled=1))
+        world.control.on_report(world.instances["i0"].report(finished=((silent.name, 1, ((0, 50),)),)))
+        version = world.server.groups["p1"].version
+        assert version is not None
+        assert all(made >= version for made, _ in silent.spans)
+
+    on_virtual_time(main())
+
+
+def test_an_instance_that_joins_again_in_a_new_life_does_not_keep_its_old_work() -> None:
+    async def main() -> None:
+        world = World()
+        world.start()
+        await asyncio.sleep(1)
+        instance = world.instances["i0"]
+        work = {each.trajectory for each in instance.submitted}
+        instance.life, instance.submitted = 1, []
+        world.control.join(instance)
+        await asyncio.sleep(5)
+        assert {each.trajectory for each in instance.submitted} == work
+
+    on_virtual_time(main())
+
+
+def test_the_drop_of_lost_work_names_the_life_that_was_lost() -> None:
+    async def main() -> None:
+        world = World(batch=1, staleness=0, instances=("i0", "i1"))
+        world.start()
+        await asyncio.sleep(1)
+        (one,) = world.server.groups["p0"].members
+        first = world.instances[one.instance or ""]
+        first.silent_since = 0.0
+        await asyncio.sleep(100)
+        assert (one.epoch, one.instance != first.name) == (2, True)
+        first.silent_since = None
+        await asyncio.sleep(30)
+        assert first.aborted == [(one.name, 1)]
+
+    on_virtual_time(main())
+
+
+def test_the_last_push_ends_the_run_even_if_only_the_return_of_the_trainer_is_heard() -> None:
+    async def main() -> None:
+        world = World()
+        run = world.start(steps=1)
+        await asyncio.sleep(1)
+        world.finish_and_score("p0/0", "p1/0")
+        world.trainer.version = 1
+        world.control.on_trainer_back()
+        await asyncio.sleep(1)
+        assert world.server.ledger.version == 1
+        assert run.done()
+
+    on_virtual_time(main())
+
+
+def test_a_stall_names_the_trainer_when_it_is_the_trainer_that_is_waited_for() -> None:
+    async def main() -> None:
+        world = World(settings={"stall_s": 100.0})
+        run = world.start()
+        await asyncio.sleep(1)
+        world.finish_and_score("p0/0", "p1/0")
+        with pytest.raises(StalledError, match=r"step 0 .*trainer"):
+            await run
+
+    on_virtual_time(main())
