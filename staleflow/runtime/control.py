@@ -295,7 +295,8 @@ class ControlPlane:
                     self.members[instance].pull(version)
                     self.gauge.pull_started(instance, self._now())
                 case Abort(name, why):
-                    self._release(self.server.groups[name], why)
+                    if (group := self.server.groups.get(name)) is not None:
+                        self._release(group, why)
         for instance, trajectories in interrupted.items():
             self.members[instance].interrupt(trajectories)
         for instance, trajectories in submitted.items():

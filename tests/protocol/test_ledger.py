@@ -52,6 +52,18 @@ def test_bound_0_is_the_synchronous_loop() -> None:
     assert ledger.room(1) == 2
 
 
+def test_a_step_waits_for_later_deadlines_too_when_those_need_more_than_the_earlier_ones_give() -> None:
+    ledger = ledger_with("A", "B", "c", "d", "e", staleness=2)
+    train(ledger)
+    for group in "fgh":
+        assert ledger.reserve(group, 1)
+    assert ledger.blocking() == list("cdefgh"), "one of c d e must be trained now, and one more of all six"
+    ledger.occupy("c")
+    assert ledger.blocking() == list("defgh")
+    ledger.occupy("d")
+    assert ledger.blocking() == []
+
+
 def test_a_young_group_may_not_take_the_place_of_an_old_one_in_flight() -> None:
     ledger = ledger_with("A", "b", batch=1)
     assert train(ledger) == ["A"]
@@ -94,6 +106,27 @@ def test_a_complete_group_without_a_place_is_given_up_only_after_those_in_flight
     ledger = ledger_with("A", "B", "c", batch=1, staleness=0, redundancy=2)
     batch = ledger.consume()
     assert (batch.groups, batch.aborted) == (["A"], ["c", "B"])
+
+
+def test_a_complete_group_to_give_up_is_chosen_from_all_that_would_stay() -> None:
+    """Two are due now and taken; of the seven that stay one is too many: the last completed, whenever it is due."""
+    ledger = StalenessLedger(2, 2, redundancy=1)
+    for step in range(2):
+        for group in "xy":
+            ledger.reserve(f"{group}{step}", step)
+            ledger.occupy(f"{group}{step}")
+        if step == 0:
+            for group in ("now1", "now2"):
+                assert ledger.reserve(group, 0)
+        elif step == 1:
+            assert ledger.reserve("last", 1)
+        ledger.commit(ledger.consume().step)
+    for number in range(6):
+        assert ledger.reserve(f"late{number}", 2)
+    for group in ("now1", "now2", *(f"late{number}" for number in range(6)), "last"):
+        ledger.occupy(group)
+    batch = ledger.consume()
+    assert (batch.groups, batch.aborted) == (["now1", "now2"], ["last"])
 
 
 def test_without_redundancy_nothing_is_ever_given_up() -> None:

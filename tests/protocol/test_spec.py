@@ -292,10 +292,10 @@ def test_ledger_and_specification_make_the_same_moves_in_larger_sizes(size: Size
 def test_the_comparison_finds_a_mistake_in_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = Size(groups=3, batch_size=1, max_staleness=1, redundancy=1, max_version=1, failures=0)
     spec = spec_graph(size, tmp_path)
-    room, surplus = StalenessLedger.room, Schedule.surplus
+    room, surplus = StalenessLedger._room, Schedule.surplus
     mistakes = [
-        (StalenessLedger, "room", lambda self, version: max(0, room(self, version) - 1)),
-        (StalenessLedger, "room", lambda self, version: room(self, version) or 1),
+        (StalenessLedger, "_room", lambda self, deadline: max(0, room(self, deadline) - 1)),
+        (StalenessLedger, "_room", lambda self, deadline: room(self, deadline) or 1),
         (StalenessLedger, "ready", lambda self: not self._full and not self._schedule.missing()),
         (StalenessLedger, "take", lambda *_, **__: []),
         (Schedule, "surplus", lambda self, rank: surplus(self, rank)[1:]),
