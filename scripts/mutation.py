@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = ("ledger.py", "schedule.py", "layout.py")
 TESTS = ("test_ledger.py", "test_psrl_defects.py", "test_against_oracle.py", "test_exhaustive.py")
 SKIP = "not groups6 and not batch2-staleness2"
-LIMIT_S = 120
+LIMIT_S = 45
 
 COMPARE: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),

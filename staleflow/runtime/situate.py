@@ -12,8 +12,8 @@ from staleflow.runtime.fleet import FleetTable
 from staleflow.servers.lifecycle import Trajectory
 from staleflow.servers.trajectories import TrajectoryServer
 
-MOST_QUEUED = 8192
-"""One decision looks at no more trajectories than this: the rest waits for the next."""
+MOST_QUEUED = 4096
+"""One decision looks at no more trajectories than this, so that it takes tens of milliseconds; the next one goes on."""
 
 
 @dataclass(slots=True)

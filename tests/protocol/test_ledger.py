@@ -43,6 +43,12 @@ def test_the_papers_example_six_groups_of_version_1_under_bound_1() -> None:
     assert ledger.blocking() == ["a", "b", "c", "e", "f"]
 
 
+def test_the_view_shows_groups_in_the_order_they_were_reserved() -> None:
+    view = ledger_with("a", "b", "c", "d").view()
+    assert [step.groups for step in view] == [["a", "b"], ["c", "d"]]
+    assert [step.waiting_for for step in view] == [["a", "b"], ["c", "d"]]
+
+
 def test_bound_0_is_the_synchronous_loop() -> None:
     ledger = ledger_with("A", "B", staleness=0)
     assert not ledger.can_reserve(0)
