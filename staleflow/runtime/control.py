@@ -347,6 +347,11 @@ class ControlPlane:
                 raise StalledError(self.waits_for())
             self._work.set()
 
+    @property
+    def cost_error(self) -> float:
+        """How far the coordinator's cost model is from the steps that the instances measured."""
+        return self._table.cost_error if self._table is not None else 0.0
+
     def waits_for(self) -> str:
         """In one line, what the run waits for."""
         if self.ledger.frontier > self.ledger.version:
@@ -371,7 +376,8 @@ class ControlPlane:
 
     def _changed(self) -> None:
         self._news_at = self._now()
-        self._work.set()
+        if not self._work.is_set():
+            self._work.set()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

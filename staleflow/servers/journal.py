@@ -26,23 +26,28 @@ class MemoryJournal:
         self.events: list[Event] = []
         self.count = 0
         self.keep = keep
-        self._pending: list[bytes] = []
+        self._pending: list[Event] = []
         self._hash = hashlib.blake2b(digest_size=16)
 
     def append(self, event: Event) -> None:
         self.count += 1
         if self.keep:
             self.events.append(event)
-        # Version 2 of the format writes equal values as equal bytes; later ones mark shared objects.
-        self._pending.append(marshal.dumps(event, 2))
+        self._pending.append(event)
         if len(self._pending) >= self.FLUSH:
             self._flush()
 
     def digest(self) -> str:
         """The hash of every event so far: equal runs have equal digests."""
-        self._flush()
-        return self._hash.hexdigest()
+        rest = self._hash.copy()
+        rest.update(encode(self._pending))
+        return rest.hexdigest()
 
     def _flush(self) -> None:
-        self._hash.update(b"".join(self._pending))
+        self._hash.update(encode(self._pending))
         self._pending.clear()
+
+
+def encode(events: list[Event]) -> bytes:
+    """Equal events as equal bytes: version 2 of the format does that, later ones mark shared objects."""
+    return marshal.dumps(events, 2)

@@ -2,25 +2,23 @@
 
     watch(cluster)            # before cluster.run()
 
-Cheap checks run after every instant, those that look at every trajectory after every ``FULL``-th and at the end.
+Cheap checks run after every instant; those that look at every trajectory after every ``every``-th, and at the end.
 """
 
 from staleflow.simulate.cluster import Cluster
-
-FULL = 64
 
 
 class BrokenInvariantError(AssertionError):
     """A promise was broken; the message says which, when and by whom."""
 
 
-def watch(cluster: Cluster) -> None:
+def watch(cluster: Cluster, every: int = 64) -> None:
     """Check the cluster after every instant of its run."""
     versions: dict[tuple[str, int], int] = {}
 
     def check() -> None:
         _check_training(cluster)
-        if cluster.loop.instants % FULL == 0:
+        if cluster.loop.instants % every == 0:
             check_all(cluster, versions)
 
     cluster.loop.on_instant = check

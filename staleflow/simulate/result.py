@@ -56,6 +56,7 @@ def row(cluster: Cluster, wall_s: float) -> dict[str, Any]:
         "simulated_s": cluster.loop.time(),
         "trained_tokens": recorder.trained_tokens,
         "pulls": sum(rollout.pulls for rollout in cluster.rollouts),
+        "cost_model_error": cluster.control.cost_error,
         "preemptions": sum(rollout.engine.preemptions for rollout in cluster.rollouts),
         "events": cluster.journal.count,
     }
