@@ -34,6 +34,7 @@ mutation: $(READY)       ## does a test notice each small change to staleflow/pr
 bench: $(READY)          ## speed of the ledger, the coordinator and the simulator
 	$(BIN)/python bench/ledger.py
 	$(BIN)/python bench/coordinator.py
+	$(BIN)/python bench/cycle.py
 	$(BIN)/python bench/simulator.py
 
 $(READY): pyproject.toml constraints.txt

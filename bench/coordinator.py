@@ -17,10 +17,10 @@ import statistics
 import time
 from typing import Any, Literal, get_args
 
-from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.decide import decide
 from staleflow.coordinator.situation import Fleet, InstanceView, Pace, Queued, Route, Situation
 from staleflow.coordinator.strategies import Routing, Strategies
+from staleflow.simulate.presets import preset
 
 TARGET_MS = 50.0
 """For one decision with 1,024 instances and 100,000 live trajectories."""
@@ -28,14 +28,7 @@ INSTANCES = (32, 128, 512, 1_024)
 LIVE = (1_000, 10_000, 100_000)
 GROUP = 16
 VERSION = 7
-COST = CostModel(
-    floor=0.012303,
-    base=0.0049075,
-    per_sequence=2.441e-4,
-    fixed=0.0019664,
-    per_context_token=1.165e-7,
-    per_prefill_token=2.441e-4,
-)
+COST = preset("paper-14b").rollout
 Load = Literal["full", "open"]
 
 

@@ -52,8 +52,8 @@ def decide(situation: Situation, strategies: Strategies) -> Decision:
 
 
 def _fitting(situation: Situation, strategies: Strategies) -> Strategies:
-    """Where the longest trajectories set the pace, fresh work starts at once and thin, whatever throughput it gains:
-    every second that it waits is a second later for its longest member."""
+    """Where the longest trajectories set the pace, fresh work starts as soon as it gains anything at all: every second
+    that it waits is a second later for its longest member."""
     if strategies.adapt and situation.pace.tail_bound(situation.max_staleness):
         return replace(strategies, mu=0.0)
     return strategies

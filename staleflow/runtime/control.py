@@ -26,7 +26,7 @@ from staleflow.runtime.feed import Feed
 from staleflow.runtime.fleet import FleetTable, Member
 from staleflow.runtime.ports import InstancePort, PromptPort, Report, RewardPort, TrainerPort
 from staleflow.runtime.scoring import Scoring
-from staleflow.runtime.situate import Blocking, Gauge, Line, situate
+from staleflow.runtime.situate import MOST_QUEUED, Blocking, Gauge, Line, situate
 from staleflow.servers.lifecycle import Group, Spans, Trajectory
 from staleflow.servers.trajectories import TrajectoryServer
 
@@ -272,8 +272,10 @@ class ControlPlane:
         return False
 
     def _admit(self) -> None:
-        """Draw prompts for all the groups that could be reserved now."""
-        while self.server.fresh < self.ledger.room(self.ledger.version):
+        """Draw prompts for the groups that could be reserved now, no more than one decision looks at."""
+        members = self.server.group_size + self.server.extra_members
+        most = min(self.ledger.room(self.ledger.version), -(-MOST_QUEUED // members))
+        while self.server.fresh < most:
             if self.server.admit(self._prompts.tokens) is None:
                 break
 

@@ -5,15 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.coordinator.cost import CostModel
+from staleflow.simulate.presets import preset
 
-STEP = CostModel(
-    floor=0.012303,
-    base=0.0049075,
-    per_sequence=2.441e-4,
-    fixed=0.0019664,
-    per_context_token=1.165e-7,
-    per_prefill_token=2.441e-4,
-)
+STEP = preset("paper-14b").rollout
 
 
 @given(st.integers(1, 200), st.integers(0, 300), st.integers(0, 10**6), st.integers(0, 4096))

@@ -137,7 +137,9 @@ def test_a_complete_group_to_give_up_is_chosen_from_all_that_would_stay() -> Non
 
 def test_without_redundancy_nothing_is_ever_given_up() -> None:
     ledger = ledger_with("A", "B", "c", "d")
-    assert not ledger.ready() or not ledger.consume().aborted
+    assert ledger.ready()
+    assert ledger.consume().aborted == []
+    assert ledger.counts()["released"] == {}
 
 
 def test_a_ranking_that_raises_leaves_the_ledger_as_it_was() -> None:

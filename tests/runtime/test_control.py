@@ -11,6 +11,7 @@ import pytest
 
 from staleflow.coordinator.decide import Decision
 from staleflow.runtime.control import StalledError
+from staleflow.runtime.situate import MOST_QUEUED
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.invariants import check_all, lost_prompts, watch
 from staleflow.simulate.presets import Setting, preset, with_strategies
@@ -196,3 +197,26 @@ def test_a_trainer_that_is_dead_when_the_control_plane_returns_publishes_nothing
     at(cluster, 110.0, lambda: published.append(cluster.weights.version))
     finish(cluster)
     assert published == [0], "the trainer was dead from 16 s to 116 s"
+
+
+def test_a_slow_instance_is_known_by_its_own_measurements() -> None:
+    cluster = Cluster(replace(preset("paper-14b"), instances=2, groups=4, group_size=4, steps=3), seed=1)
+    cluster.rollouts[1].engine.speed = 0.5
+    cluster.run()
+    table = cluster.control._table
+    assert table is not None
+    assert table.fleet.speed.tolist() == pytest.approx([1.0, 0.5], rel=0.1)
+    assert cluster.control.cost_error == pytest.approx(0.5, rel=0.2)
+
+
+def test_one_cycle_draws_no_more_prompts_than_one_decision_looks_at() -> None:
+    cluster = Cluster(replace(preset("paper-14b"), instances=4, groups=400, steps=1), seed=1)
+    most = 0
+
+    def look(_now: float, _decision: object) -> None:
+        nonlocal most
+        most = max(most, cluster.control.server.fresh)
+
+    cluster.control.on_decision = look
+    cluster.run()
+    assert 0 < most <= MOST_QUEUED // 16

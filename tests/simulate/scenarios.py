@@ -59,9 +59,9 @@ def setting_of(seed: int) -> Setting:
     )
 
 
-def run(seed: int, count: int = 6) -> Cluster:
+def run(seed: int, count: int = 6, setting: Setting | None = None) -> Cluster:
     """One run with ``count`` faults, checked after every instant and at the end."""
-    cluster = Cluster(setting_of(seed), seed, shuffle=seed % 2 == 1)
+    cluster = Cluster(setting or setting_of(seed), seed, shuffle=seed % 2 == 1)
     if count:
         faults.arm(cluster, count)
     invariants.watch(cluster, every=1 if seed % 10 == 0 else 16)
