@@ -103,7 +103,7 @@ def measure(cell: Cell, seed: int) -> dict[str, Any]:
         "simulated_s_per_step": cluster.loop.time() / cell.steps,
         "simulated_to_real": cluster.loop.time() / wall,
         "trajectories_per_s": cell.trajectories * cell.steps / wall,
-        "events_per_s": cluster.journal.count / wall,
+        "events_per_s": cluster.journal.position / wall,
         "groups_in_flight": cell.groups * (setting.staleness + 1),
         "peak_bytes": kilobytes * (1 if sys.platform == "darwin" else 1024),
     }

@@ -24,11 +24,15 @@ from staleflow.coordinator.situation import Abort, Command, Interrupt, Pull, Rou
 from staleflow.coordinator.strategies import Strategies
 from staleflow.runtime.feed import Feed
 from staleflow.runtime.fleet import FleetTable, Member
-from staleflow.runtime.ports import InstancePort, PromptPort, Report, RewardPort, TrainerPort
+from staleflow.runtime.ports import InstancePort, Report, RewardPort, TrainerPort
 from staleflow.runtime.scoring import Scoring
 from staleflow.runtime.situate import MOST_QUEUED, Blocking, Gauge, Line, situate
 from staleflow.servers.lifecycle import Group, Spans, Trajectory
-from staleflow.servers.trajectories import TrajectoryServer
+from staleflow.servers.payloads import BadReportError, Chunk
+from staleflow.servers.trajectories import Prompts, TrajectoryServer
+
+MOST_FAULTS = 3
+"""So many reports about one trajectory that cannot be true, and its group is given up."""
 
 LOOK_S = 5.0
 """How often a decision is made when nothing seems to need one."""
@@ -62,7 +66,7 @@ class ControlPlane:
         server: TrajectoryServer,
         trainer: TrainerPort,
         rewards: RewardPort,
-        prompts: PromptPort,
+        prompts: Prompts,
         term: int = 1,
     ) -> None:
         self.settings = settings
@@ -73,6 +77,8 @@ class ControlPlane:
         self.members: dict[str, Member] = {}
         self.gauge = Gauge(settings.pull_s)
         self.on_decision: Callable[[float, Decision], None] = lambda _time, _decision: None
+        self.on_bad_report: Callable[[str, str], None] = lambda _instance, _why: None
+        """Told of reports that cannot be true: the instance, and what is wrong in one line."""
         self.filter: Callable[[Group], str | None] = lambda _: None
         """Why a complete group is not worth training on, if it is not (no learning signal, say)."""
         self._prompts = prompts
@@ -164,19 +170,21 @@ class ControlPlane:
         if member is None or report.life != member.life:
             return
         member.touched = True
+        chunks = report.chunks
         for name, epoch, spans in report.progress:
-            self.server.stream(name, epoch, spans)
+            self._believe(member, self.server.stream, name, epoch, spans, chunks.get(name))
         for name, epoch, spans in report.finished:
-            if self.server.generated(name, epoch, spans):
+            if self._believe(member, self.server.generated, name, epoch, spans, chunks.get(name)):
                 trajectory = self.server.trajectories[name]
                 self.gauge.finished(trajectory.generated, trajectory.group.version or 0, self._now())
                 self._scoring.ask(trajectory)
                 self._truncating.discard(name)
                 member.residents.pop(name, None)
         for name, epoch, spans in report.returned:
-            if self._returned(name, epoch, spans):
+            if self._believe(member, self._returned, name, epoch, spans, chunks.get(name)):
                 member.residents.pop(name, None)
         if report.pulled is not None and report.pulled > member.version:
+            self.server.note("pull", member.name, report.pulled)
             member.version = report.pulled
             self._renew(member, report.pulled)
             self._feed.push_on()
@@ -185,12 +193,34 @@ class ControlPlane:
             self.gauge.pull_ended(member.name, self._now())
         self._changed()
 
-    def _returned(self, name: str, epoch: int, spans: Spans) -> bool:
+    def _believe(
+        self,
+        member: Member,
+        tell: Callable[[str, int, Spans, Chunk | None], bool],
+        name: str,
+        epoch: int,
+        spans: Spans,
+        chunk: Chunk | None,
+    ) -> bool:
+        """Tell the server. If it cannot be true, the trajectory goes on elsewhere from what was known before."""
+        try:
+            return tell(name, epoch, spans, chunk)
+        except BadReportError as error:
+            self.on_bad_report(member.name, str(error))
+            self._truncating.discard(name)
+            member.residents.pop(name, None)
+            member.forget([(name, epoch)])
+            trajectory = self.server.fault(name, epoch, str(error))
+            if trajectory is not None and trajectory.faults >= MOST_FAULTS:
+                self._release(trajectory.group, "bad reports")
+            return False
+
+    def _returned(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None) -> bool:
         trajectory = self.server.trajectories.get(name)
         if trajectory is None or trajectory.epoch != epoch or name not in self._truncating:
-            return self.server.give_back(name, epoch, spans)
+            return self.server.give_back(name, epoch, spans, chunk)
         self._truncating.discard(name)
-        news = bool(spans) and self.server.generated(name, epoch, spans)
+        news = bool(spans) and self.server.generated(name, epoch, spans, chunk)
         if news:
             self._scoring.ask(self.server.trajectories[name])
         return news or self.server.give_back(name, epoch, spans)
@@ -276,7 +306,7 @@ class ControlPlane:
         members = self.server.group_size + self.server.extra_members
         most = min(self.ledger.room(self.ledger.version), -(-MOST_QUEUED // members))
         while self.server.fresh < most:
-            if self.server.admit(self._prompts.tokens) is None:
+            if self.server.admit(self._prompts) is None:
                 break
 
     def _obey(self, commands: Iterable[Command]) -> None:
@@ -361,6 +391,8 @@ class ControlPlane:
         alive = sum(member.alive for member in self.members.values())
         waiting = self.ledger.blocking()
         what = f"for groups {', '.join(waiting[:8])}" if waiting else "for more complete groups"
+        if self.server.short_of_memory:
+            what += " (prompts wait for memory that consumed trajectories will free)"
         return (
             f"step {self.ledger.frontier} has {self.ledger.taken} of {self.ledger.batch_size} groups and waits {what}; "
             f"{alive} of {len(self.members)} instances are alive, nothing was heard for {self.settings.stall_s:g} s"

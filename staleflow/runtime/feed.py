@@ -47,6 +47,7 @@ class Feed:
         ledger = self._server.ledger
         if version != ledger.version + 1 or ledger.frontier != version:
             return False
+        self._server.note("push", version)
         self._server.commit(ledger.version)
         return True
 

@@ -4,10 +4,12 @@ The simulator's fakes and the real parts stand behind the same few methods. Comm
 what comes back are calls of ``ControlPlane``'s ``on_...`` methods, which are safe to repeat and to delay.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from staleflow.servers.lifecycle import Group, Spans, Trajectory
+from staleflow.servers.payloads import Chunk
 
 
 class Fence(NamedTuple):
@@ -61,6 +63,8 @@ class Report(NamedTuple):
     returned: tuple[tuple[str, int, Spans], ...] = ()
     progress: tuple[tuple[str, int, Spans], ...] = ()
     pulled: int | None = None
+    chunks: Mapping[str, Chunk] = MappingProxyType({})
+    """By trajectory: the tokens that the server does not know yet. None where engines are only modelled."""
 
 
 class InstancePort(Protocol):
@@ -109,10 +113,4 @@ class TrainerPort(Protocol):
 class RewardPort(Protocol):
     def score(self, trajectory: Trajectory) -> None:
         """Score it and call ``on_scored`` or ``on_score_failed`` with its name."""
-        ...
-
-
-class PromptPort(Protocol):
-    def tokens(self, prompt: int) -> int | None:
-        """Length of a prompt; None past the end of the data."""
         ...

@@ -1,41 +1,75 @@
 """Everything that changes the state of a run, in order.
 
 An event is a plain tuple: its kind, then strings, numbers and tuples of them. State is changed only by applying events,
-so a run is what its journal says, and replaying the journal after a crash gives the same state.
+so a run is what its journal says, and replaying the journal after a crash gives the same state. ``durable.py`` has the
+journal that survives one; the one here is the simulator's.
 """
 
 import hashlib
 import marshal
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+from staleflow.servers.payloads import Chunk
 
 Event = tuple[Any, ...]
 
+NOTES = frozenset(("decision", "fault", "pull", "push"))
+"""Kinds that say what happened to others than the trajectory server, and change nothing in it."""
+
 
 class Journal(Protocol):
-    def append(self, event: Event) -> None:
-        """Add the event. When this returns, it will survive what the journal promises to survive."""
+    on_durable: Callable[[], None]
+    """Called whenever ``durable`` has grown; maybe from another thread."""
+
+    @property
+    def position(self) -> int:
+        """How many events it has been given, in this life and before."""
+        ...
+
+    @property
+    def durable(self) -> int:
+        """How many of them survive a crash. The world may be told of an event once it is among them."""
+        ...
+
+    def append(self, event: Event, kept: tuple[str, Chunk] | None = None, dropped: Sequence[str] = ()) -> None:
+        """Add the event, with the piece of payload that came with it, and the names whose payload it made needless.
+
+        The three become durable together, and in the order of the calls."""
+        ...
+
+    def may_snapshot(self, state: Callable[[], dict[str, Any]]) -> None:
+        """A good moment for a snapshot: asks for the ``state`` after everything that was appended if it wants one."""
         ...
 
 
 class MemoryJournal:
-    """Keeps the events (unless told not to) and a rolling hash over all of them."""
+    """Keeps the events (unless told not to) and a rolling hash over all of them. Everything is durable at once."""
 
     FLUSH = 512
 
     def __init__(self, keep: bool = True) -> None:
         self.events: list[Event] = []
-        self.count = 0
+        self.position = 0
         self.keep = keep
+        self.on_durable: Callable[[], None] = lambda: None
         self._pending: list[Event] = []
         self._hash = hashlib.blake2b(digest_size=16)
 
-    def append(self, event: Event) -> None:
-        self.count += 1
+    @property
+    def durable(self) -> int:
+        return self.position
+
+    def append(self, event: Event, kept: tuple[str, Chunk] | None = None, dropped: Sequence[str] = ()) -> None:  # noqa: ARG002  # payload is not what a run is compared by
+        self.position += 1
         if self.keep:
             self.events.append(event)
         self._pending.append(event)
         if len(self._pending) >= self.FLUSH:
             self._flush()
+
+    def may_snapshot(self, state: Callable[[], dict[str, Any]]) -> None:
+        """None is needed: what is in memory is replayed from its beginning."""
 
     def digest(self) -> str:
         """The hash of every event so far: equal runs have equal digests."""

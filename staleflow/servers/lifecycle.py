@@ -45,6 +45,8 @@ class Trajectory:
     generated: int = 0
     """Tokens in ``spans``; kept because it is asked for far more often than it changes."""
     moves: int = 0
+    faults: int = 0
+    """Reports about it whose content could not be true."""
     reward: float | None = None
 
     def stamp(self, spans: Spans) -> None:

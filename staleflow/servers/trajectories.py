@@ -5,54 +5,75 @@ applies it; ``replay`` applies events that were written before. So the server af
 to the last event that the journal kept.
 
 The server decides nothing about *where* a trajectory runs: it holds what waits (``queue``), takes placements
-(``place``), and refuses what comes from an earlier epoch or from nobody.
+(``place``), and refuses what comes from an earlier epoch or from nobody. Such a report is normal after a delay or a
+crash; ``on_refused`` hears of it. A report about the right trajectory with a content that cannot be true (a token
+outside the vocabulary, a log-probability that is no number, a version nobody has made) raises ``BadReportError``.
+
+With ``payloads`` it also holds what the trajectories are made of; without (the simulator), only how long they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from staleflow.protocol import REDUNDANT, StalenessLedger
+from staleflow.servers.book import Book, group_name, still_running
 from staleflow.servers.journal import Event, Journal
 from staleflow.servers.lifecycle import Group, Spans, Trajectory
+from staleflow.servers.payloads import BadReportError, Chunk, Payloads, Row
+from staleflow.servers.state import to_state
 
 
-class TrajectoryServer:
-    def __init__(self, ledger: StalenessLedger, group_size: int, extra_members: int, journal: Journal) -> None:
-        self.ledger = ledger
-        self.group_size = group_size
-        self.extra_members = extra_members
-        self.groups: dict[str, Group] = {}
-        self.trajectories: dict[str, Trajectory] = {}
-        self.owed: list[int] = []
-        """Prompts whose groups were given up, to be drawn again before new ones."""
-        self.leased: list[str] = []
-        """Groups of the step that is being trained."""
-        self.next_prompt = 0
-        self.attempts: dict[int, int] = {}
-        self.on_aborted: Callable[[Trajectory, str], None] = lambda _trajectory, _reason: None
-        """Told of every trajectory that ends without being trained, and why."""
-        self.on_committed: Callable[[int, list[Group]], None] = lambda _step, _groups: None
+class Prompts(Protocol):
+    """Where prompts come from."""
+
+    def tokens(self, prompt: int) -> int | None:
+        """Length of a prompt; None past the end of the data."""
+        ...
+
+    def ids(self, prompt: int) -> bytes:
+        """Its token ids as little-endian int32; asked for only where payload is kept."""
+        ...
+
+
+class TrajectoryServer(Book):
+    def __init__(
+        self,
+        ledger: StalenessLedger,
+        group_size: int,
+        extra_members: int,
+        journal: Journal,
+        payloads: Payloads | None = None,
+    ) -> None:
+        super().__init__(ledger, group_size, extra_members, payloads)
+        if payloads is not None:
+            payloads.limits.check(ledger.batch_size, group_size + extra_members)
+        self.on_refused: Callable[[str, str], None] = lambda _name, _why: None
+        """Told of every report that was no news, and why."""
+        self.short_of_memory = False
+        """Whether the next prompt waits until payload has been consumed."""
         self._journal = journal
-        self._handlers: dict[str, Callable[..., None]] = {
-            name.removeprefix("_on_"): getattr(self, name) for name in dir(self) if name.startswith("_on_")
-        }
-        self._fresh: dict[str, Group] = {}
-        self._resuming: dict[str, Trajectory] = {}
-        """Queued members of groups that are reserved."""
 
     # Admission and placement
 
-    def admit(self, tokens_of: Callable[[int], int | None]) -> Group | None:
-        """Draw the next prompt, owed ones first. ``tokens_of`` knows its length; None where the source ends."""
+    def admit(self, prompts: Prompts) -> Group | None:
+        """Draw the next prompt, owed ones first. None where the source ends, or while there is no memory for more."""
         prompt = self.owed[0] if self.owed else self.next_prompt
-        prompt_tokens = tokens_of(prompt)
+        prompt_tokens = prompts.tokens(prompt)
         if prompt_tokens is None:
             return None
+        chunk = None
+        if self.payloads is not None:
+            members = self.group_size + self.extra_members
+            self.short_of_memory = not self.payloads.room_for(members, prompt_tokens)
+            if self.short_of_memory:
+                return None
+            chunk = Chunk(0, self.payloads.checked_prompt(prompt, prompt_tokens, prompts.ids(prompt)))
         attempt = self.attempts.get(prompt, 0)
-        self._record("admit", prompt, attempt, prompt_tokens)
-        return self.groups[group_name(prompt, attempt)]
+        name = group_name(prompt, attempt)
+        self._record("admit", prompt, attempt, prompt_tokens, kept=(name, chunk) if chunk else None)
+        return self.groups[name]
 
     def queue(self, most: int) -> tuple[list[Trajectory], Iterable[Group]]:
         """What waits: members of reserved groups, oldest version first, and groups not reserved yet, in order."""
@@ -92,12 +113,15 @@ class TrajectoryServer:
 
     # What instances and reward workers report. The answer tells whether it was news.
 
-    def stream(self, name: str, epoch: int, spans: Spans) -> bool:
-        """Tokens so far. Keeps the longer of what is known and what is reported."""
+    def stream(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None = None) -> bool:
+        """Tokens so far, and those among them that are new. Keeps the longer of what is known and what is reported."""
         trajectory = self._current(name, epoch, "running", "interrupted")
-        if trajectory is None or tokens(spans) <= trajectory.generated or not self._within(trajectory.group, spans):
+        if trajectory is None or tokens(spans) <= trajectory.generated:
             return False
-        self._record("stream", name, spans)
+        news = self._checked(trajectory, spans, chunk)
+        if not self._within(trajectory.group, spans):
+            return False
+        self._record("stream", name, spans, kept=news)
         return True
 
     def interrupt(self, name: str) -> bool:
@@ -108,24 +132,35 @@ class TrajectoryServer:
         self._record("interrupt", name)
         return True
 
-    def give_back(self, name: str, epoch: int, spans: Spans) -> bool:
+    def give_back(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None = None) -> bool:
         """The instance returned it, or is gone: it waits here again."""
         if self._current(name, epoch, "running", "interrupted") is None:
             return False
-        self.stream(name, epoch, spans)
+        self.stream(name, epoch, spans, chunk)
         self._record("requeue", name)
         return True
 
-    def generated(self, name: str, epoch: int, spans: Spans) -> bool:
+    def generated(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None = None) -> bool:
         """The last token is there (or it was truncated): it can be scored."""
         trajectory = self._current(name, epoch, "queued", "running", "interrupted")
         if trajectory is None or not epoch:
             return False
+        news = self._checked(trajectory, spans, chunk)
         if not self._within(trajectory.group, spans):
             self.give_back(name, epoch, trajectory.spans)
             return False
-        self._record("generated", name, spans)
+        self._record("generated", name, spans, kept=news)
+        if self.payloads is not None:
+            self.payloads.seal(name)
         return True
+
+    def fault(self, name: str, epoch: int, why: str) -> Trajectory | None:
+        """A report about it could not be true: it waits here again, with what was known before. The trajectory, if it
+        had not been taken away from the reporter anyway."""
+        trajectory = self._current(name, epoch, "queued", "running", "interrupted")
+        if trajectory is not None:
+            self._record("misreport", name, why)
+        return trajectory
 
     def score(self, name: str, reward: float) -> tuple[Group, list[Trajectory]] | None:
         """The reward is known. If that completes the group: the group, and the surplus members that still run."""
@@ -157,7 +192,7 @@ class TrajectoryServer:
         """Lease what can go to the open step now."""
         names = self.ledger.take()
         if names:
-            self._journal.append(("lease", tuple(names)))
+            self._write(("lease", tuple(names)))
             self.leased += names
         return [self.groups[name] for name in names]
 
@@ -165,155 +200,72 @@ class TrajectoryServer:
         """Lease the rest of the open step. Returns it, and running members of the groups that had to be given up."""
         before = set(self.leased)
         batch = self.ledger.consume(rank=self._progress)
-        self._journal.append(("consume", tuple(batch.groups), tuple(batch.aborted)))
         self.leased = list(batch.groups)
-        return [self.groups[name] for name in batch.groups if name not in before], self._forget(
-            batch.aborted, REDUNDANT
-        )
+        running = self._forget(batch.aborted, REDUNDANT)
+        self._write(("consume", tuple(batch.groups), tuple(batch.aborted)))
+        return [self.groups[name] for name in batch.groups if name not in before], running
+
+    def rows(self, groups: Iterable[Group]) -> list[Row]:
+        """What the trainer needs of complete groups: arrays that share their memory with the server's."""
+        payloads = self.payloads
+        if payloads is None:
+            raise ValueError("this server keeps no payload: give it one to train on")
+        return [
+            Row(
+                member.name,
+                payloads.prompt(group.name),
+                payloads.tokens(member.name),
+                payloads.logprobs(member.name),
+                member.spans,
+                member.reward or 0.0,
+            )
+            for group in groups
+            for member in group.members
+            if member.state == "complete"
+        ]
 
     def commit(self, step: int) -> None:
         """The version that the step made is durable."""
         self._record("commit", step)
+        self._journal.may_snapshot(lambda: to_state(self))
 
     def rollback(self, step: int) -> None:
         """The trainer lost the step: its groups are complete again."""
         self._record("rollback", step)
 
-    # Events
-
-    def replay(self, events: Iterable[Event]) -> None:
-        """Apply events of an earlier life of this server."""
-        for event in events:
-            self._apply(event)
-
-    def _record(self, *event: Any) -> None:
-        """Apply, then write: what cannot be applied is never written, and nobody outside has been told yet."""
-        self._apply(event)
-        self._journal.append(event)
-
-    def _apply(self, event: Event) -> None:
-        self._handlers[event[0]](*event[1:])
-
-    def _on_admit(self, prompt: int, attempt: int, prompt_tokens: int) -> None:
-        if self.owed and self.owed[0] == prompt:
-            self.owed.pop(0)
-        else:
-            self.next_prompt = prompt + 1
-        self.attempts[prompt] = attempt + 1
-        group = Group(group_name(prompt, attempt), prompt, attempt, prompt_tokens, self.group_size)
-        group.members = [
-            Trajectory(f"{group.name}/{member}", group) for member in range(self.group_size + self.extra_members)
-        ]
-        self.groups[group.name] = self._fresh[group.name] = group
-        self.trajectories.update((member.name, member) for member in group.members)
-
-    def _on_reserve(self, name: str, version: int) -> None:
-        if not self.ledger.reserve(name, version):
-            raise ValueError(f"group {name} cannot be reserved with version {version}: the ledger has no room")
-        group = self._fresh.pop(name)
-        group.version = version
-        self._resuming.update((member.name, member) for member in group.members)
-
-    def _on_lower(self, name: str, version: int) -> None:
-        if not self.ledger.lower(name, version):
-            raise ValueError(f"group {name} cannot be lowered to version {version}: the ledger has no room")
-        self.groups[name].version = version
-
-    def _on_renew(self, name: str, version: int) -> None:
-        self.ledger.renew(name, version)
-        self.groups[name].version = version
-
-    def _on_route(self, name: str, instance: str, epoch: int) -> None:
-        trajectory = self.trajectories[name]
-        trajectory.go("running")
-        trajectory.instance, trajectory.epoch = instance, epoch
-        del self._resuming[name]
-
-    def _on_stream(self, name: str, spans: Spans) -> None:
-        self.trajectories[name].stamp(spans)
-
-    def _on_interrupt(self, name: str) -> None:
-        self.trajectories[name].go("interrupted")
-        self.trajectories[name].moves += 1
-
-    def _on_requeue(self, name: str) -> None:
-        trajectory = self.trajectories[name]
-        trajectory.go("queued")
-        trajectory.instance = None
-        self._resuming[name] = trajectory
-
-    def _on_generated(self, name: str, spans: Spans) -> None:
-        trajectory = self.trajectories[name]
-        trajectory.go("generated")
-        trajectory.stamp(spans)
-        trajectory.instance = None
-        self._resuming.pop(name, None)
-
-    def _on_score(self, name: str, reward: float) -> None:
-        trajectory = self.trajectories[name]
-        trajectory.go("scored")
-        trajectory.reward = reward
-        trajectory.group.scored += 1
-
-    def _on_occupy(self, name: str) -> None:
-        group = self.groups[name]
-        self.ledger.occupy(name)
-        group.complete = True
-        for member in group.members:
-            if member.state == "scored":
-                member.go("complete")
-            else:
-                self._abort(member, "surplus")
-
-    def _on_release(self, name: str, reason: str) -> None:
-        if self.groups[name].version is not None:
-            self.ledger.release(name, reason)
-        self._forget([name], reason)
-
-    def _on_lease(self, names: tuple[str, ...]) -> None:
-        if (taken := self.ledger.take(len(names))) != list(names):
-            raise ValueError(f"the journal leased {names}, the ledger {taken}")
-        self.leased += names
-
-    def _on_consume(self, names: tuple[str, ...], aborted: tuple[str, ...]) -> None:
-        if (batch := self.ledger.consume(rank=self._progress)).groups != list(names):
-            raise ValueError(f"the journal consumed {names}, the ledger {batch.groups}")
-        self.leased = list(names)
-        self._forget(aborted, REDUNDANT)
-
-    def _on_commit(self, step: int) -> None:
-        self.ledger.commit(step)
-        groups = [self.groups.pop(name) for name in self.leased]
-        for group in groups:
-            self.attempts.pop(group.prompt, None)
-            for member in group.members:
-                del self.trajectories[member.name]
-                if member.state == "complete":
-                    member.go("consumed")
-        self.leased = []
-        self.on_committed(step, groups)
-        for group in groups:
-            group.members = []  # they point back: without this only the garbage collector could free them
-
-    def _on_rollback(self, step: int) -> None:
-        self.ledger.rollback(step)
-        self.leased = []
-
     # Within
 
-    def _forget(self, names: Iterable[str], reason: str) -> list[Trajectory]:
-        """Drop groups that were given up and owe their prompts. Returns the members that may still run."""
-        running: list[Trajectory] = []
-        for name in names:
-            group = self.groups.pop(name)
-            self._fresh.pop(name, None)
-            self.owed.append(group.prompt)
-            running += still_running(group)
-            for member in group.members:
-                del self.trajectories[member.name]
-                self._abort(member, reason)
-            group.members = []
-        return running
+    def note(self, *event: Any) -> None:
+        """Write down something that changes nothing here, for those who ask what happened."""
+        self._journal.append(event)
+
+    def _record(self, *event: Any, kept: tuple[str, Chunk] | None = None) -> None:
+        """Apply, then write: what cannot be applied is never written, and nobody outside has been told yet."""
+        self._apply(event)
+        if kept is not None and self.payloads is not None:
+            self.payloads.add(*kept)
+        self._write(event, kept)
+
+    def _write(self, event: Event, kept: tuple[str, Chunk] | None = None) -> None:
+        dropped, self._dropped = self._dropped, []
+        self._journal.append(event, kept, dropped)
+        self._tell()
+
+    def _checked(self, trajectory: Trajectory, spans: Spans, chunk: Chunk | None) -> tuple[str, Chunk] | None:
+        """What a report brings of payload, after everything that can be checked about it was."""
+        name, frontier = trajectory.name, self.ledger.frontier
+        if spans and spans[-1][0] > frontier:
+            raise BadReportError(
+                f"trajectory {name} has tokens of version {spans[-1][0]}, but the newest that can exist is {frontier}"
+            )
+        if not extends(trajectory.spans, spans):
+            raise BadReportError(
+                f"trajectory {name} reports the versions {spans}, which do not go on from {trajectory.spans}"
+            )
+        if self.payloads is None:
+            return None
+        news = self.payloads.checked(name, trajectory.generated, tokens(spans), chunk)
+        return (name, news) if news is not None and news.tokens else None
 
     def _within(self, group: Group, spans: Spans) -> bool:
         """Whether tokens this old may be in the group. They are older than its reservation if it was renewed while an
@@ -326,39 +278,28 @@ class TrajectoryServer:
         self._record("lower", group.name, oldest)
         return True
 
-    def _progress(self, name: str) -> float:
-        """What is given up first where redundancy admitted too much: the group with the fewest scored members."""
-        return self.groups[name].scored
-
-    def _abort(self, member: Trajectory, reason: str) -> None:
-        self._resuming.pop(member.name, None)
-        if member.state != "aborted":
-            member.go("aborted")
-            self.on_aborted(member, reason)
-
     def _current(self, name: str, epoch: int, *states: str) -> Trajectory | None:
         """The trajectory, if the report is about its present life."""
         trajectory = self.trajectories.get(name)
-        if trajectory is None or trajectory.epoch != epoch or trajectory.state not in states:
-            return None
-        return trajectory
-
-    def __iter__(self) -> Iterator[Trajectory]:
-        return iter(self.trajectories.values())
-
-
-def group_name(prompt: int, attempt: int) -> str:
-    return f"p{prompt}" if attempt == 0 else f"p{prompt}.{attempt}"
-
-
-def of_group(name: str) -> tuple[int, int]:
-    """The prompt and the attempt that a group's name stands for."""
-    prompt, _, attempt = name[1:].partition(".")
-    return int(prompt), int(attempt or 0)
+        if trajectory is None:
+            self.on_refused(name, "no such trajectory is live")
+        elif trajectory.epoch != epoch:
+            self.on_refused(name, f"it is in epoch {trajectory.epoch}, the report is of epoch {epoch}")
+        elif trajectory.state not in states:
+            self.on_refused(name, f"it is {trajectory.state}")
+        else:
+            return trajectory
+        return None
 
 
-def still_running(group: Group) -> list[Trajectory]:
-    return [member for member in group.members if member.state in ("running", "interrupted")]
+def extends(old: Spans, new: Spans) -> bool:
+    """Whether ``new`` says the same of the tokens that ``old`` knows, and only then goes on."""
+    if not old:
+        return True
+    last = len(old) - 1
+    return (
+        len(new) > last and new[:last] == old[:last] and new[last][0] == old[last][0] and new[last][1] >= old[last][1]
+    )
 
 
 def tokens(spans: Spans) -> int:

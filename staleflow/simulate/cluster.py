@@ -18,11 +18,13 @@ from staleflow.coordinator.decide import Decision
 from staleflow.coordinator.situation import Route
 from staleflow.protocol import StalenessLedger
 from staleflow.runtime.control import ControlPlane, Settings
+from staleflow.runtime.outbox import HeldInstance, HeldRewards, HeldTrainer, Outbox
 from staleflow.runtime.ports import Report, Work
-from staleflow.servers.journal import MemoryJournal
+from staleflow.servers.book import let_go, of_group
 from staleflow.servers.lifecycle import Group, Trajectory
-from staleflow.servers.trajectories import TrajectoryServer, of_group
+from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.simulate.clock import VirtualLoop
+from staleflow.simulate.disk import SimJournal
 from staleflow.simulate.instance import Instance
 from staleflow.simulate.network import Network, Remote
 from staleflow.simulate.presets import BLOCK, Setting
@@ -33,8 +35,9 @@ from staleflow.simulate.rollout import SimRollout
 from staleflow.simulate.trainer import SimTrainer
 from staleflow.simulate.weights import SimWeights
 
-DECISION, FAULT = NOTES = ("decision", "fault")
-"""Events that say what happened, and change nothing."""
+DECISION = "decision"
+SYNC_S = 0.02
+"""How far the journal is behind where the control plane may crash."""
 
 
 class Cluster:
@@ -45,7 +48,7 @@ class Cluster:
         self.workload = setting.workload.with_seed(seed)
         self.loop = VirtualLoop(shuffle=seed if shuffle else None)
         self.network = Network(self.loop, self.keyed.generator("network"))
-        self.journal = MemoryJournal(keep=keep_journal)
+        self.journal = SimJournal(self.loop, keep=keep_journal)
         self.recorder = Recorder(setting.staleness)
         self.weights = SimWeights(setting.weight_bytes, setting.link_bandwidth, setting.total_bandwidth)
         self.trainer = SimTrainer(self.loop, setting.trainer, self.weights, self.pushed, self._trainer_waits_for)
@@ -92,7 +95,7 @@ class Cluster:
 
     async def _live(self) -> bool:
         """One life of the control plane. Whether it reached the end of the run."""
-        run = asyncio.create_task(self.control.run(self.setting.steps), name="the run")
+        run = asyncio.create_task(self._to_the_end(), name="the run")
         killed = asyncio.create_task(self._killed.wait(), name="kill of the control plane")
         finished, _ = await asyncio.wait({run, killed}, return_when=asyncio.FIRST_COMPLETED)
         killed.cancel()
@@ -103,10 +106,17 @@ class Cluster:
         await asyncio.gather(run, return_exceptions=True)
         return False
 
+    async def _to_the_end(self) -> None:
+        await self.control.run(self.setting.steps)
+        while self.journal.durable < self.journal.position:
+            await asyncio.sleep(self.journal.sync_s)
+
     def kill_control(self, down_s: float) -> None:
         """The control plane dies, with everything that it did not write to the journal; it is back after a while."""
         if not self.down:
             self.down, self._down_s = True, down_s
+            self.outbox.close()
+            self.journal.crash()
             self._killed.set()
 
     def kill_trainer(self, down_s: float, after_push: bool) -> None:
@@ -126,6 +136,7 @@ class Cluster:
 
     def _recover(self) -> None:
         self._killed.clear()
+        self.journal.reopen()
         self.control = self.new_control(self.control.term + 1)
         for rollout in self.rollouts:
             self.join(rollout)
@@ -140,26 +151,31 @@ class Cluster:
     # Parts
 
     def journal_faults(self) -> None:
-        """Keep the journal's events: a restart of the control plane needs them."""
+        """Keep the journal's events: a restart of the control plane needs them. And let it lose the latest."""
         self.journal.keep = True
+        self.journal.sync_s = SYNC_S
 
     def join(self, rollout: SimRollout) -> None:
-        self.control.join(Remote(rollout, self.network))
+        self.control.join(HeldInstance(Remote(rollout, self.network), self.outbox))
 
     def new_control(self, term: int) -> ControlPlane:
         setting = self.setting
         ledger = StalenessLedger(setting.groups, setting.staleness, setting.redundancy)
         server = TrajectoryServer(ledger, setting.group_size, setting.extra_members, self.journal)
-        server.replay(event for event in self.journal.events if event[0] not in NOTES)
-        server.on_aborted = self._aborted
-        server.on_committed = self._committed
+        server.replay(self.journal.events)
         settings = Settings(
             setting.strategies,
             setting.rollout,
             cycle_s=setting.cycle_s,
             pull_s=setting.weight_bytes / setting.link_bandwidth,
         )
-        control = ControlPlane(settings, server, self.trainer, self.rewards, self, term)
+        self.outbox = outbox = Outbox(self.journal)
+        self.journal.on_durable = outbox.release
+        server.on_aborted = lambda trajectory, reason: outbox.send(self._aborted, trajectory, reason)
+        server.on_committed = lambda step, groups: outbox.send(self._committed, step, groups)
+        control = ControlPlane(
+            settings, server, HeldTrainer(self.trainer, outbox), HeldRewards(self.rewards, outbox), self, term
+        )
         control.on_decision = self._decided
         control.filter = no_signal if setting.filter_uniform else control.filter
         return control
@@ -198,6 +214,10 @@ class Cluster:
             return None
         return self.workload.prompt_tokens(prompt)
 
+    def ids(self, prompt: int) -> bytes:
+        """No payload is modelled."""
+        raise NotImplementedError(f"prompt {prompt} has a length and nothing else")
+
     def _target_of(self, work: Work) -> int:
         """How long the trajectory will become: known to the engine as it ends, never to a scheduler."""
         target = self._targets.get(work.trajectory)
@@ -220,6 +240,7 @@ class Cluster:
         for group in groups:
             for member in group.members:
                 self._targets.pop(member.name, None)
+        let_go(groups)
 
     def _aborted(self, trajectory: Trajectory, reason: str) -> None:
         self.recorder.aborted(trajectory, reason)

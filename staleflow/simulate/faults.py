@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from staleflow.simulate.cluster import FAULT, Cluster
+from staleflow.simulate.cluster import Cluster
+from staleflow.simulate.disk import FAULT
 
 Fault = Callable[[Cluster, Random], None]
 

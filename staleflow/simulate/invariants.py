@@ -68,6 +68,8 @@ def _check_tokens(cluster: Cluster) -> None:
 
 def _check_groups(cluster: Cluster) -> None:
     """Every prompt that was drawn is trained once, live, or owed; every live group is known to ledger and server."""
+    if cluster.down or len(cluster.outbox):
+        return  # the recorder has not been told of everything that the server knew
     server = cluster.control.server
     repeated = [prompt for prompt, times in cluster.recorder.trained_prompts.items() if times > 1]
     if repeated:

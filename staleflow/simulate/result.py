@@ -58,7 +58,7 @@ def row(cluster: Cluster, wall_s: float) -> dict[str, Any]:
         "pulls": sum(rollout.pulls for rollout in cluster.rollouts),
         "cost_model_error": cluster.control.cost_error,
         "preemptions": sum(rollout.engine.preemptions for rollout in cluster.rollouts),
-        "events": cluster.journal.count,
+        "events": cluster.journal.position,
     }
 
 

@@ -119,6 +119,9 @@ class FakePrompts:
     def tokens(self, prompt: int) -> int | None:
         return 100 if prompt < self.count else None
 
+    def ids(self, prompt: int) -> bytes:
+        raise AssertionError(f"nobody keeps payload here, yet prompt {prompt} was asked for")
+
 
 class World:
     """A control plane over fakes. Call it inside ``on_virtual_time``."""

@@ -21,7 +21,7 @@ def test_reports_that_are_late_repeated_or_from_another_life_change_nothing() ->
         instance, control = world.instances["i0"], world.control
         control.on_report(instance.report(finished=(row,)))
         control.on_scored("p0/0", 1.0)
-        before, count = state_of(world.server), world.journal.count
+        before, count = state_of(world.server), world.journal.position
         for news in ({"finished": (row,)}, {"returned": (row,)}, {"progress": (row,)}):
             control.on_report(instance.report(**news))
             control.on_report(instance.report(**news)._replace(life=7, finished=(("p1/0", 1, ((0, 9),)),)))
@@ -31,7 +31,7 @@ def test_reports_that_are_late_repeated_or_from_another_life_change_nothing() ->
         control.on_scored("p1/0", 1.0)
         control.on_score_failed("p0/0", "late")
         control.on_pushed(1)
-        assert (state_of(world.server), world.journal.count) == (before, count)
+        assert (state_of(world.server), world.journal.position) == (before, count)
 
     on_virtual_time(main())
 

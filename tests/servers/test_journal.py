@@ -83,5 +83,5 @@ def test_a_journal_that_keeps_nothing_counts_and_hashes_all_the_same(written: li
         dropped.append(event)
     assert kept.events == written
     assert dropped.events == []
-    assert kept.count == dropped.count == len(written)
+    assert kept.position == dropped.position == len(written)
     assert kept.digest() == dropped.digest()

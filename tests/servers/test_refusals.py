@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from staleflow.servers.book import group_name, of_group
 from staleflow.servers.lifecycle import Group
-from staleflow.servers.trajectories import TrajectoryServer, group_name, of_group
+from staleflow.servers.trajectories import TrajectoryServer
 from tests.servers.worlds import admitted, empty_server, finish, run_to_score, state_of
 
 
@@ -33,10 +34,10 @@ def test_the_surplus_of_a_complete_group_is_given_up_and_its_late_score_is_no_ne
     assert not aborted
     assert run_to_score(server, second, 0)
     assert aborted == [(running.name, "surplus"), (judged.name, "surplus")]
-    count = journal.count
+    count = journal.position
     assert server.score(judged.name, 1.0) is None
     assert not server.generated(running.name, running.epoch, ((0, 5),))
-    assert journal.count == count
+    assert journal.position == count
 
 
 def test_a_move_to_an_older_version_is_refused_where_a_deadline_could_be_missed() -> None:
@@ -50,9 +51,9 @@ def test_a_move_to_an_older_version_is_refused_where_a_deadline_could_be_missed(
     one = young.members[0]
     assert server.place(one.name, "i1", 1) is one
     assert server.give_back(one.name, 1, ())
-    count = journal.count
+    count = journal.position
     assert server.place(one.name, "i0", 0) is None, "the only place of step 1 is the old group's"
-    assert (journal.count, one.state, young.version) == (count, "queued", 1)
+    assert (journal.position, one.state, young.version) == (count, "queued", 1)
 
 
 def leased(server: TrajectoryServer) -> Group:
@@ -109,9 +110,9 @@ def test_a_call_that_raises_does_not_poison_the_journal(misuse: Callable[[Trajec
 def test_a_trajectory_that_was_never_sent_anywhere_cannot_have_been_generated() -> None:
     server, journal = empty_server()
     (group,) = admitted(server)
-    count = journal.count
+    count = journal.position
     assert not server.generated(group.members[0].name, 0, ((0, 5),))
-    assert journal.count == count
+    assert journal.position == count
 
 
 def test_the_bound_tokens_older_than_a_renewed_reservation_move_the_deadline_back() -> None:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from staleflow.protocol import LedgerError, StalenessLedger
 from staleflow.servers.lifecycle import Group, Spans, Trajectory
-from tests.servers.worlds import ALL, empty_server, run_to_score, state_of
+from tests.servers.worlds import ALL, Source, empty_server, run_to_score, state_of
 
 choice = st.sampled_from(range(4096))
 Answer = TypeVar("Answer")
@@ -59,9 +59,9 @@ class ServerMachine(RuleBasedStateMachine):
 
     def unless_news(self, call: Callable[[], Answer]) -> Answer:
         """Whatever the server says was no news must leave no trace, and news must be written down."""
-        before, count = state_of(self.server), self.journal.count
+        before, count = state_of(self.server), self.journal.position
         answer = call()
-        assert (self.journal.count > count) == bool(answer)
+        assert (self.journal.position > count) == bool(answer)
         assert answer or state_of(self.server) == before
         return answer
 
@@ -71,7 +71,7 @@ class ServerMachine(RuleBasedStateMachine):
     def admit(self, many: int) -> None:
         for _ in range(many):
             owed, following = list(self.server.owed), self.server.next_prompt
-            group = self.unless_news(lambda: self.server.admit(lambda at: 10 + at if at < PROMPTS else None))
+            group = self.unless_news(lambda: self.server.admit(Source(PROMPTS, first=10)))
             if group is None:
                 assert not owed
                 assert following == PROMPTS
@@ -215,7 +215,7 @@ class ServerMachine(RuleBasedStateMachine):
     def replay_gives_the_same_server(self) -> None:
         again, unwritten = empty_server(**self.shape)
         again.replay(self.journal.events)
-        assert unwritten.count == 0, "a replay writes nothing"
+        assert unwritten.position == 0, "a replay writes nothing"
         assert state_of(again) == state_of(self.server)
 
     @invariant()

@@ -2,12 +2,27 @@
 
 from typing import Any
 
+import numpy as np
+
 from staleflow.protocol import StalenessLedger
 from staleflow.servers.journal import MemoryJournal
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.trajectories import TrajectoryServer
 
 ALL = 10**9
+
+
+class Source:
+    """Prompt ``n`` has ``first + n`` tokens, all of them ``n``."""
+
+    def __init__(self, count: int = ALL, first: int = 100) -> None:
+        self.count, self.first = count, first
+
+    def tokens(self, prompt: int) -> int | None:
+        return self.first + prompt if prompt < self.count else None
+
+    def ids(self, prompt: int) -> bytes:
+        return np.full(self.first + prompt, prompt, "<i4").tobytes()
 
 
 def empty_server(
@@ -18,7 +33,7 @@ def empty_server(
 
 
 def admitted(server: TrajectoryServer, count: int = 1) -> list[Group]:
-    groups = [server.admit(lambda prompt: 100 + prompt) for _ in range(count)]
+    groups = [server.admit(Source()) for _ in range(count)]
     return [group for group in groups if group is not None]
 
 

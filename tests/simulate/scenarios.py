@@ -9,7 +9,8 @@ from random import Random
 
 from staleflow.coordinator.strategies import Strategies
 from staleflow.simulate import faults, invariants
-from staleflow.simulate.cluster import FAULT, Cluster
+from staleflow.simulate.cluster import Cluster
+from staleflow.simulate.disk import FAULT
 from staleflow.simulate.presets import Setting, preset
 from staleflow.simulate.workload import Bimodal, Lognormal, PowerLaw, Sampled, Uniform, Workload
 

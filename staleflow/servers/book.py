@@ -1,0 +1,248 @@
+"""What the events say: every group and trajectory that is live, kept by applying events and in no other way.
+
+``TrajectoryServer`` decides which events may happen and writes them; this is the part that a replay needs. An event is
+applied by the method named after it, ``_on_admit`` and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from staleflow.protocol import REDUNDANT, StalenessLedger
+from staleflow.servers.journal import NOTES, Event
+from staleflow.servers.lifecycle import Group, Spans, Trajectory
+from staleflow.servers.payloads import Payloads
+
+
+class Book:
+    def __init__(
+        self, ledger: StalenessLedger, group_size: int, extra_members: int, payloads: Payloads | None = None
+    ) -> None:
+        self.ledger = ledger
+        self.group_size = group_size
+        self.extra_members = extra_members
+        self.payloads = payloads
+        self.groups: dict[str, Group] = {}
+        self.trajectories: dict[str, Trajectory] = {}
+        self.owed: list[int] = []
+        """Prompts whose groups were given up, to be drawn again before new ones."""
+        self.leased: list[str] = []
+        """Groups of the step that is being trained."""
+        self.next_prompt = 0
+        self.attempts: dict[int, int] = {}
+        self.on_aborted: Callable[[Trajectory, str], None] = lambda _trajectory, _reason: None
+        """Told of every trajectory that ends without being trained, and why."""
+        self.on_committed: Callable[[int, list[Group]], None] = lambda _step, groups: let_go(groups)
+        """Told of every step that is committed, with its groups, which the listener lets go of."""
+        self._handlers: dict[str, Callable[..., None]] = {
+            name.removeprefix("_on_"): getattr(self, name) for name in dir(self) if name.startswith("_on_")
+        }
+        self._fresh: dict[str, Group] = {}
+        self._resuming: dict[str, Trajectory] = {}
+        """Queued members of groups that are reserved."""
+        self._dropped: list[str] = []
+        """Names whose payload the event that is being applied makes needless."""
+        self._news: list[Callable[[], None]] = []
+        """What listeners are to be told of the event that is being applied, once it is written."""
+
+    def hold(self, group: Group) -> None:
+        """A group is live from now on."""
+        self.groups[group.name] = group
+        self.trajectories.update((member.name, member) for member in group.members)
+        if group.version is None:
+            self._fresh[group.name] = group
+        if self.payloads is not None:
+            self.payloads.admit(group.name, [each.name for each in group.members if each.state != "aborted"])
+
+    @property
+    def resuming(self) -> list[str]:
+        """Members of reserved groups that wait for an instance, in the order they came."""
+        return list(self._resuming)
+
+    def resume(self, names: Iterable[str]) -> None:
+        self._resuming = {name: self.trajectories[name] for name in names}
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        return iter(self.trajectories.values())
+
+    # Events
+
+    def replay(self, events: Iterable[Event]) -> None:
+        """Apply events of an earlier life of this server."""
+        for event in events:
+            if event[0] not in NOTES:
+                self._apply(event)
+                self._dropped.clear()
+                self._tell()
+
+    def _tell(self) -> None:
+        if self._news:
+            news, self._news = self._news, []
+            for tell in news:
+                tell()
+
+    def _apply(self, event: Event) -> None:
+        self._handlers[event[0]](*event[1:])
+
+    def _on_admit(self, prompt: int, attempt: int, prompt_tokens: int) -> None:
+        if self.owed and self.owed[0] == prompt:
+            self.owed.pop(0)
+        else:
+            self.next_prompt = prompt + 1
+        self.attempts[prompt] = attempt + 1
+        group = Group(group_name(prompt, attempt), prompt, attempt, prompt_tokens, self.group_size)
+        group.members = [
+            Trajectory(f"{group.name}/{member}", group) for member in range(self.group_size + self.extra_members)
+        ]
+        self.hold(group)
+
+    def _on_reserve(self, name: str, version: int) -> None:
+        if not self.ledger.reserve(name, version):
+            raise ValueError(f"group {name} cannot be reserved with version {version}: the ledger has no room")
+        group = self._fresh.pop(name)
+        group.version = version
+        self._resuming.update((member.name, member) for member in group.members)
+
+    def _on_lower(self, name: str, version: int) -> None:
+        if not self.ledger.lower(name, version):
+            raise ValueError(f"group {name} cannot be lowered to version {version}: the ledger has no room")
+        self.groups[name].version = version
+
+    def _on_renew(self, name: str, version: int) -> None:
+        self.ledger.renew(name, version)
+        self.groups[name].version = version
+
+    def _on_route(self, name: str, instance: str, epoch: int) -> None:
+        trajectory = self.trajectories[name]
+        trajectory.go("running")
+        trajectory.instance, trajectory.epoch = instance, epoch
+        del self._resuming[name]
+
+    def _on_stream(self, name: str, spans: Spans) -> None:
+        self.trajectories[name].stamp(spans)
+
+    def _on_interrupt(self, name: str) -> None:
+        self.trajectories[name].go("interrupted")
+        self.trajectories[name].moves += 1
+
+    def _on_requeue(self, name: str) -> None:
+        trajectory = self.trajectories[name]
+        trajectory.go("queued")
+        trajectory.instance = None
+        self._resuming[name] = trajectory
+
+    def _on_misreport(self, name: str, why: str) -> None:  # noqa: ARG002  # the reason is for those who read the journal
+        self.trajectories[name].faults += 1
+        if self.trajectories[name].state != "queued":
+            self._on_requeue(name)
+
+    def _on_generated(self, name: str, spans: Spans) -> None:
+        trajectory = self.trajectories[name]
+        trajectory.go("generated")
+        trajectory.stamp(spans)
+        trajectory.instance = None
+        self._resuming.pop(name, None)
+
+    def _on_score(self, name: str, reward: float) -> None:
+        trajectory = self.trajectories[name]
+        trajectory.go("scored")
+        trajectory.reward = reward
+        trajectory.group.scored += 1
+
+    def _on_occupy(self, name: str) -> None:
+        group = self.groups[name]
+        self.ledger.occupy(name)
+        group.complete = True
+        for member in group.members:
+            if member.state == "scored":
+                member.go("complete")
+            else:
+                self._abort(member, "surplus")
+
+    def _on_release(self, name: str, reason: str) -> None:
+        if self.groups[name].version is not None:
+            self.ledger.release(name, reason)
+        self._forget([name], reason)
+
+    def _on_lease(self, names: tuple[str, ...]) -> None:
+        if (taken := self.ledger.take(len(names))) != list(names):
+            raise ValueError(f"the journal leased {names}, the ledger {taken}")
+        self.leased += names
+
+    def _on_consume(self, names: tuple[str, ...], aborted: tuple[str, ...]) -> None:
+        if (batch := self.ledger.consume(rank=self._progress)).groups != list(names):
+            raise ValueError(f"the journal consumed {names}, the ledger {batch.groups}")
+        self.leased = list(names)
+        self._forget(aborted, REDUNDANT)
+
+    def _on_commit(self, step: int) -> None:
+        self.ledger.commit(step)
+        groups = [self.groups.pop(name) for name in self.leased]
+        for group in groups:
+            self.attempts.pop(group.prompt, None)
+            for member in group.members:
+                del self.trajectories[member.name]
+                if member.state == "complete":
+                    member.go("consumed")
+                    self._drop(member.name)
+            self._drop(group.name)
+        self.leased = []
+        self._news.append(lambda: self.on_committed(step, groups))
+
+    def _on_rollback(self, step: int) -> None:
+        self.ledger.rollback(step)
+        self.leased = []
+
+    # Within
+
+    def _forget(self, names: Iterable[str], reason: str) -> list[Trajectory]:
+        """Drop groups that were given up and owe their prompts. Returns the members that may still run."""
+        running: list[Trajectory] = []
+        for name in names:
+            group = self.groups.pop(name)
+            self._fresh.pop(name, None)
+            self.owed.append(group.prompt)
+            running += still_running(group)
+            for member in group.members:
+                del self.trajectories[member.name]
+                self._abort(member, reason)
+            let_go([group])
+            self._drop(name)
+        return running
+
+    def _drop(self, name: str) -> None:
+        """The payload of a trajectory, or the prompt of a group, is needed no more."""
+        if self.payloads is not None:
+            self.payloads.drop(name)
+            self._dropped.append(name)
+
+    def _progress(self, name: str) -> float:
+        """What is given up first where redundancy admitted too much: the group with the fewest scored members."""
+        return self.groups[name].scored
+
+    def _abort(self, member: Trajectory, reason: str) -> None:
+        self._resuming.pop(member.name, None)
+        if member.state != "aborted":
+            member.go("aborted")
+            self._drop(member.name)
+            self._news.append(lambda: self.on_aborted(member, reason))
+
+
+def group_name(prompt: int, attempt: int) -> str:
+    return f"p{prompt}" if attempt == 0 else f"p{prompt}.{attempt}"
+
+
+def of_group(name: str) -> tuple[int, int]:
+    """The prompt and the attempt that a group's name stands for."""
+    prompt, _, attempt = name[1:].partition(".")
+    return int(prompt), int(attempt or 0)
+
+
+def let_go(groups: Iterable[Group]) -> None:
+    """Members point back at their group: without this only the garbage collector could free them."""
+    for group in groups:
+        group.members = []
+
+
+def still_running(group: Group) -> list[Trajectory]:
+    return [member for member in group.members if member.state in ("running", "interrupted")]

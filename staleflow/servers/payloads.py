@@ -1,0 +1,275 @@
+"""What trajectories are made of: token ids and behaviour log-probabilities, as compact arrays.
+
+A prompt or a trajectory costs 4 bytes a token, and 4 more for each log-probability; nothing is kept as a list of
+numbers. Tokens arrive in chunks (``Chunk``), are checked once, and are handed out as arrays that share their memory::
+
+    payloads = Payloads(Limits(max_tokens=4096, max_prompt_tokens=1024, vocab_size=32_000))
+    payloads.add("p0/0", payloads.checked("p0/0", known=0, total=3, chunk=Chunk.of(0, [5, 6, 7], [-0.1, -2.0, -0.3])))
+    payloads.tokens("p0/0")       # array([5, 6, 7], dtype=int32)
+
+**The memory limit** is kept by counting the worst case: a trajectory that may still grow counts as if it had
+``max_tokens``, one that has ended counts what it has. A group is admitted only if that fits (``room_for``). So nothing
+that was admitted is ever refused for want of memory, and the limit is never passed; what waits is the next prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+TOKEN = np.dtype("<i4")
+LOGPROB = np.dtype("<f4")
+TOKEN_BYTES = TOKEN.itemsize + LOGPROB.itemsize
+LOGPROB_SLACK = 1e-3
+"""A log-probability may come out a little above zero by rounding."""
+
+
+class BadReportError(ValueError):
+    """A report whose content cannot be true; the message names the trajectory. Nothing was changed."""
+
+
+class Chunk(NamedTuple):
+    """Tokens ``start``, ``start + 1``, ... of a trajectory: little-endian int32 ids and float32 log-probabilities.
+
+    A prompt is a chunk too, without log-probabilities.
+    """
+
+    start: int
+    tokens: bytes
+    logprobs: bytes = b""
+
+    @classmethod
+    def of(cls, start: int, tokens: npt.ArrayLike, logprobs: npt.ArrayLike = ()) -> Chunk:
+        return cls(start, np.asarray(tokens, TOKEN).tobytes(), np.asarray(logprobs, LOGPROB).tobytes())
+
+    def after(self, known: int) -> Chunk:
+        """Without the tokens before ``known``."""
+        skip = known - self.start
+        if skip <= 0:
+            return self
+        return Chunk(known, self.tokens[skip * TOKEN.itemsize :], self.logprobs[skip * LOGPROB.itemsize :])
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_tokens: int
+    """Most tokens a trajectory may generate."""
+    max_prompt_tokens: int
+    vocab_size: int
+    memory: int | None = None
+    """Most bytes of payload in memory; None: no limit."""
+
+    def group_bytes(self, members: int, prompt_tokens: int | None = None) -> int:
+        """What a group needs at worst."""
+        prompt = self.max_prompt_tokens if prompt_tokens is None else prompt_tokens
+        return prompt * TOKEN.itemsize + members * self.max_tokens * TOKEN_BYTES
+
+    def check(self, groups: int, members: int) -> None:
+        """With room for fewer groups than a step trains on, no step would ever be complete."""
+        least = groups * self.group_bytes(members)
+        if self.memory is not None and self.memory < least:
+            raise ValueError(
+                f"the memory limit of {self.memory:,} bytes cannot hold one step of {groups} groups of {members} "
+                f"trajectories with {self.max_tokens} tokens: set it to at least {least:,}, or make the step smaller"
+            )
+
+
+class _Held:
+    """The arrays of one trajectory: one piece once it has ended, as they came until then."""
+
+    __slots__ = ("limit", "logprobs", "tokens")
+
+    def __init__(self, limit: int) -> None:
+        self.tokens: bytes | list[bytes] = b""
+        self.logprobs: bytes | list[bytes] = b""
+        self.limit = limit
+        """Bytes it may grow to; 0 once it will not grow."""
+
+
+class Payloads:
+    """By name: a trajectory's tokens and log-probabilities, a group's prompt."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.bytes = 0
+        """Held now."""
+        self.claimed = 0
+        """Held at worst, when everything that may grow has grown."""
+        self._held: dict[str, _Held] = {}
+
+    # Admission
+
+    def room_for(self, members: int, prompt_tokens: int) -> bool:
+        """Whether a group may be admitted without ever passing the memory limit."""
+        memory = self.limits.memory
+        return memory is None or self.claimed + self.limits.group_bytes(members, prompt_tokens) <= memory
+
+    def admit(self, group: str, members: Sequence[str]) -> None:
+        """Make place for a group; its prompt is added as a chunk."""
+        limit = self.limits.max_tokens * TOKEN_BYTES
+        self._held[group] = _Held(0)
+        self._held.update((name, _Held(limit)) for name in members)
+        self.claimed += limit * len(members)
+
+    def checked_prompt(self, prompt: int, length: int, ids: bytes) -> bytes:
+        count = len(ids) // TOKEN.itemsize
+        if count != length or not 0 < count <= self.limits.max_prompt_tokens:
+            raise BadReportError(
+                f"prompt {prompt} has {count} tokens, {length} were announced and 1 to max_prompt_tokens="
+                f"{self.limits.max_prompt_tokens} are allowed: raise that, or leave the prompt out"
+            )
+        self._check_ids(f"prompt {prompt}", ids)
+        return ids
+
+    # Growth
+
+    def checked(self, name: str, known: int, total: int, chunk: Chunk | None) -> Chunk | None:
+        """The part of the chunk that is news, if it and the ``known`` tokens make the ``total`` that is reported."""
+        limit = self.limits.max_tokens
+        if total > limit:
+            raise BadReportError(f"trajectory {name} reports {total} tokens, more than max_tokens={limit}")
+        if chunk is None:
+            if total > known:
+                raise BadReportError(f"trajectory {name} reports {total} tokens, but sent only the first {known}")
+            return None
+        tokens, rest = divmod(len(chunk.tokens), TOKEN.itemsize)
+        if rest or len(chunk.logprobs) != tokens * LOGPROB.itemsize or chunk.start < 0:
+            raise BadReportError(
+                f"trajectory {name} sent {len(chunk.tokens)} bytes of tokens and {len(chunk.logprobs)} of "
+                f"log-probabilities from token {chunk.start} on: there must be one log-probability for each token"
+            )
+        if chunk.start > known or chunk.start + tokens != total:
+            raise BadReportError(
+                f"trajectory {name} sent tokens {chunk.start} to {chunk.start + tokens} of {total}, but {known} are "
+                f"known: send all from token {known} on"
+            )
+        if (again := known - chunk.start) > 0:
+            self._check_same(name, chunk, again)
+        news = chunk.after(known)
+        self._check_ids(f"trajectory {name}", news.tokens)
+        logprobs = np.frombuffer(news.logprobs, LOGPROB)
+        if logprobs.size and not (np.isfinite(logprobs).all() and logprobs.max() <= LOGPROB_SLACK):
+            at = int(np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= LOGPROB_SLACK)))[0])
+            raise BadReportError(
+                f"trajectory {name}: the log-probability of token {news.start + at} is {logprobs[at]}: it must be <= 0"
+            )
+        return news
+
+    def add(self, name: str, chunk: Chunk) -> None:
+        """Append what was checked."""
+        held = self._held[name]
+        if isinstance(held.tokens, list):
+            held.tokens.append(chunk.tokens)
+            cast(list[bytes], held.logprobs).append(chunk.logprobs)
+        elif held.tokens:
+            held.tokens, held.logprobs = [held.tokens, chunk.tokens], [cast(bytes, held.logprobs), chunk.logprobs]
+        else:
+            held.tokens, held.logprobs = chunk.tokens, chunk.logprobs
+        size = len(chunk.tokens) + len(chunk.logprobs)
+        self.bytes += size
+        if not held.limit:
+            self.claimed += size
+
+    def seal(self, name: str) -> None:
+        """It will not grow any more."""
+        held = self._held[name]
+        _join(held)
+        if held.limit:
+            self.claimed -= held.limit - _size(held)
+            held.limit = 0
+
+    def drop(self, name: str) -> None:
+        """Its memory is free."""
+        held = self._held.pop(name)
+        size = _size(held)
+        self.bytes -= size
+        self.claimed -= max(held.limit, size)
+
+    # What is held, as arrays on the same memory
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._held
+
+    def prompt(self, group: str) -> npt.NDArray[np.int32]:
+        return self.tokens(group)
+
+    def tokens(self, name: str) -> npt.NDArray[np.int32]:
+        return np.frombuffer(_join(self._held[name])[0], TOKEN)
+
+    def logprobs(self, name: str) -> npt.NDArray[np.float32]:
+        return np.frombuffer(_join(self._held[name])[1], LOGPROB)
+
+    def _check_same(self, name: str, chunk: Chunk, count: int) -> None:
+        """Tokens that come again must be those that are known: else two engines write to one trajectory."""
+        sent, known = np.frombuffer(chunk.tokens, TOKEN)[:count], self.tokens(name)[chunk.start :]
+        if not np.array_equal(sent, known):
+            at = int(np.flatnonzero(sent != known)[0])
+            raise BadReportError(
+                f"trajectory {name}: token {chunk.start + at} is {known[at]} and was sent again as {sent[at]}"
+            )
+
+    def _check_ids(self, whose: str, ids: bytes) -> None:
+        array = np.frombuffer(ids, TOKEN)
+        if array.size and not 0 <= (least := int(array.min())) <= (most := int(array.max())) < self.limits.vocab_size:
+            bad = least if least < 0 else most
+            raise BadReportError(f"{whose} has token {bad}, outside the vocabulary of {self.limits.vocab_size}")
+
+
+def _join(held: _Held) -> tuple[bytes, bytes]:
+    if isinstance(held.tokens, list):
+        held.tokens, held.logprobs = b"".join(held.tokens), b"".join(cast(list[bytes], held.logprobs))
+    return held.tokens, cast(bytes, held.logprobs)
+
+
+def _size(held: _Held) -> int:
+    return sum(sum(map(len, part)) if isinstance(part, list) else len(part) for part in (held.tokens, held.logprobs))
+
+
+class Packed(NamedTuple):
+    """Trajectories one behind the other, without padding: row ``i`` is ``[starts[i], starts[i + 1])`` of each array.
+
+    A row is a prompt and the tokens generated for it. In the prompt, log-probabilities are 0 and versions -1.
+    """
+
+    names: tuple[str, ...]
+    starts: npt.NDArray[np.int64]
+    prompt_lengths: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    rewards: npt.NDArray[np.float64]
+
+
+class Row(NamedTuple):
+    """One trajectory for the trainer."""
+
+    name: str
+    prompt: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    spans: Sequence[tuple[int, int]]
+    reward: float
+
+
+def pack(rows: Sequence[Row]) -> Packed:
+    """Join rows into flat arrays: a handful of block copies, however many tokens there are."""
+    prompts = np.array([row.prompt.size for row in rows], np.int64)
+    sizes = prompts + np.array([row.tokens.size for row in rows], np.int64)
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    zeros = np.zeros(int(prompts.max(initial=0)), LOGPROB)
+    parts: list[Any] = [part for row in rows for part in (row.prompt, row.tokens)]
+    logprobs: list[Any] = [part for row in rows for part in (zeros[: row.prompt.size], row.logprobs)]
+    spans = [span for row in rows for span in ((-1, row.prompt.size), *row.spans)]
+    return Packed(
+        tuple(row.name for row in rows),
+        starts,
+        prompts,
+        np.concatenate(parts) if parts else np.zeros(0, TOKEN),
+        np.concatenate(logprobs) if logprobs else np.zeros(0, LOGPROB),
+        np.repeat(np.array([each for each, _ in spans], np.int32), [count for _, count in spans]),
+        np.array([row.reward for row in rows], np.float64),
+    )

@@ -1,0 +1,96 @@
+"""The trajectory server as plain values, and back: what a snapshot holds, and what a recovery starts from.
+
+server = TrajectoryServer(StalenessLedger(8, 2), 16, 0, journal, payloads)
+recover(server, journal)      # now it is what it was when the last event that survived was written
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from staleflow.protocol import StalenessLedger
+from staleflow.servers.lifecycle import Group, Trajectory
+
+if TYPE_CHECKING:
+    from staleflow.servers.durable import DurableJournal
+    from staleflow.servers.trajectories import TrajectoryServer
+
+ENDED = ("generated", "scored", "complete")
+
+
+def to_state(server: TrajectoryServer) -> dict[str, Any]:
+    """Everything but payload."""
+    return {
+        "ledger": server.ledger.to_state(),
+        "owed": list(server.owed),
+        "leased": list(server.leased),
+        "next_prompt": server.next_prompt,
+        "attempts": list(server.attempts.items()),
+        "resuming": list(server.resuming),
+        "groups": [
+            (
+                group.name,
+                group.prompt,
+                group.attempt,
+                group.prompt_tokens,
+                group.version,
+                group.scored,
+                group.complete,
+                [
+                    (each.name, each.state, each.epoch, each.instance, each.spans, each.moves, each.faults, each.reward)
+                    for each in group.members
+                ],
+            )
+            for group in server.groups.values()
+        ],
+    }
+
+
+def restore(server: TrajectoryServer, state: Mapping[str, Any]) -> None:
+    """Make a server that nothing has happened to yet what ``to_state`` described."""
+    server.ledger = StalenessLedger.from_state(state["ledger"])
+    server.owed, server.leased = list(state["owed"]), list(state["leased"])
+    server.next_prompt = state["next_prompt"]
+    server.attempts = dict(state["attempts"])
+    for name, prompt, attempt, prompt_tokens, version, scored, complete, members in state["groups"]:
+        group = Group(name, prompt, attempt, prompt_tokens, server.group_size)
+        group.version, group.scored, group.complete = version, scored, complete
+        group.members = [_member(group, *each) for each in members]
+        server.hold(group)
+    server.resume(state["resuming"])
+
+
+def _member(
+    group: Group, name: str, state: Any, epoch: int, instance: str | None, spans: Any, *rest: Any
+) -> Trajectory:
+    each = Trajectory(name, group, state, epoch, instance)
+    each.stamp(tuple((version, count) for version, count in spans))
+    each.moves, each.faults, each.reward = rest
+    return each
+
+
+def recover(server: TrajectoryServer, journal: DurableJournal) -> None:
+    """Bring a new server to the state that the journal describes, payload included."""
+    ledger = server.ledger
+    journal.belongs_to(
+        {
+            "batch_size": ledger.batch_size,
+            "max_staleness": ledger.max_staleness,
+            "redundancy": ledger.redundancy,
+            "group_size": server.group_size,
+            "extra_members": server.extra_members,
+        }
+    )
+    state, events = journal.recovered()
+    if state is not None:
+        restore(server, state)
+    server.replay(events)
+    if (payloads := server.payloads) is None:
+        return
+    for name, chunk in journal.payloads():
+        if name in payloads:
+            payloads.add(name, chunk)
+    for each in server:
+        if each.state in ENDED:
+            payloads.seal(each.name)

@@ -1,0 +1,54 @@
+"""The journal under simulation: a disk that is a little behind, and loses what it has not synced in a crash."""
+
+from staleflow.servers.journal import Event, MemoryJournal
+from staleflow.simulate.clock import VirtualLoop
+
+FAULT = "fault"
+
+
+class SimJournal(MemoryJournal):
+    def __init__(self, loop: VirtualLoop, keep: bool) -> None:
+        super().__init__(keep)
+        self._loop = loop
+        self.sync_s = 0.0
+        """How long a commit takes; events that come meanwhile share the next. At 0 everything is durable at once."""
+        self._durable = 0
+        self._committing = False
+        self._life = 0
+        self._crashed = False
+
+    @property
+    def durable(self) -> int:
+        return self._durable if self.sync_s else self.position
+
+    def append(self, event: Event, *payload: object) -> None:  # noqa: ARG002  # none is modelled
+        if self._crashed:
+            return
+        super().append(event)
+        if self.sync_s and not self._committing:
+            self._commit()
+
+    def crash(self) -> None:
+        """Lose what is not durable, and everything that is still to come from the life that ends here."""
+        if self.sync_s:
+            lost, self.events = self.events[self._durable :], self.events[: self._durable]
+            faults = [event for event in lost if event[0] == FAULT]  # those are not the control plane's to lose
+            self.events += faults
+            self.position = self._durable = len(self.events)
+        self._life += 1
+        self._committing, self._crashed = False, True
+
+    def reopen(self) -> None:
+        self._crashed = False
+
+    def _commit(self) -> None:
+        self._committing = True
+        self._loop.at(self._loop.now + self.sync_s, self._committed, self._life, self.position)
+
+    def _committed(self, life: int, position: int) -> None:
+        if life != self._life:
+            return
+        self._durable, self._committing = position, False
+        if self.position > position:
+            self._commit()
+        self.on_durable()
