@@ -148,6 +148,10 @@ class ControlPlane:
         for (instance, name), epoch in held.items():
             if name not in self.members[instance].residents:
                 self.members[instance].forget([(name, epoch)])
+        for group in list(self.server.groups.values()):
+            _, surplus = self.server.occupy(group) or (group, [])  # its last score may be all that was written
+            if group.complete:
+                self._completed(group, surplus)
         if self._feed.recover():
             self._committed()
         self._feed.push_on()
@@ -230,12 +234,14 @@ class ControlPlane:
             return
         self._news_at = self._now()
         if completed := self.server.score(name, reward):
-            group, running = completed
-            self._drop(running)
-            if why := self.filter(group):
-                self._release(group, why)
+            self._completed(*completed)
             self._feed.push_on()
             self._changed()
+
+    def _completed(self, group: Group, running: Iterable[Trajectory] = ()) -> None:
+        self._drop(running)
+        if why := self.filter(group):
+            self._release(group, why)
 
     def on_score_failed(self, name: str, why: str) -> None:
         self._scoring.failed(name, why)

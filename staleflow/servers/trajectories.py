@@ -150,8 +150,6 @@ class TrajectoryServer(Book):
             self.give_back(name, epoch, trajectory.spans)
             return False
         self._record("generated", name, spans, kept=news)
-        if self.payloads is not None:
-            self.payloads.seal(name)
         return True
 
     def fault(self, name: str, epoch: int, why: str) -> Trajectory | None:
@@ -167,8 +165,11 @@ class TrajectoryServer(Book):
         trajectory = self.trajectories.get(name)
         if trajectory is None or trajectory.state != "generated":
             return None
-        group = trajectory.group
         self._record("score", name, reward)
+        return self.occupy(trajectory.group)
+
+    def occupy(self, group: Group) -> tuple[Group, list[Trajectory]] | None:
+        """Complete the group if enough members are scored: after a score, or where a crash came right after one."""
         if group.complete or group.scored < group.needed:
             return None
         running = still_running(group)
@@ -192,8 +193,8 @@ class TrajectoryServer(Book):
         """Lease what can go to the open step now."""
         names = self.ledger.take()
         if names:
-            self._write(("lease", tuple(names)))
             self.leased += names
+            self._write(("lease", tuple(names)))
         return [self.groups[name] for name in names]
 
     def consume(self) -> tuple[list[Group], list[Trajectory]]:
@@ -242,8 +243,11 @@ class TrajectoryServer(Book):
     def _record(self, *event: Any, kept: tuple[str, Chunk] | None = None) -> None:
         """Apply, then write: what cannot be applied is never written, and nobody outside has been told yet."""
         self._apply(event)
-        if kept is not None and self.payloads is not None:
-            self.payloads.add(*kept)
+        if self.payloads is not None:
+            if kept is not None:
+                self.payloads.add(*kept)
+            if event[0] == "generated":
+                self.payloads.seal(event[1])
         self._write(event, kept)
 
     def _write(self, event: Event, kept: tuple[str, Chunk] | None = None) -> None:

@@ -70,6 +70,8 @@ class Cluster:
         self._killed = asyncio.Event()
         self._down_s = 0.0
         self._undelivered: list[Report] = []
+        self.lies: dict[str, int] = {}
+        """How many of the next reports of an instance cannot be true."""
         self._targets: dict[str, int] = {}
 
     def run(self) -> None:
@@ -190,6 +192,12 @@ class Cluster:
     # What the parts say to the control plane. They look it up when they speak: it may have been replaced.
 
     def report(self, report: Report) -> None:
+        if self.lies.get(report.instance):
+            self.lies[report.instance] -= 1
+            report = report._replace(
+                finished=tuple((name, epoch, ((999, 1),)) for name, epoch, _ in report.finished),
+                progress=tuple((name, epoch, ((999, 1),)) for name, epoch, _ in report.progress),
+            )
         self.network.send(self._hear, report)
 
     def _hear(self, report: Report) -> None:

@@ -1,6 +1,9 @@
 """The journal under simulation: a disk that is a little behind, and loses what it has not synced in a crash."""
 
+from collections.abc import Sequence
+
 from staleflow.servers.journal import Event, MemoryJournal
+from staleflow.servers.payloads import Chunk
 from staleflow.simulate.clock import VirtualLoop
 
 FAULT = "fault"
@@ -21,10 +24,10 @@ class SimJournal(MemoryJournal):
     def durable(self) -> int:
         return self._durable if self.sync_s else self.position
 
-    def append(self, event: Event, *payload: object) -> None:  # noqa: ARG002  # none is modelled
+    def append(self, event: Event, kept: tuple[str, Chunk] | None = None, dropped: Sequence[str] = ()) -> None:
         if self._crashed:
             return
-        super().append(event)
+        super().append(event, kept, dropped)
         if self.sync_s and not self._committing:
             self._commit()
 

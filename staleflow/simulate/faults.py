@@ -3,8 +3,9 @@
     arm(cluster, count=8)     # before cluster.run()
 
 Instances crash (and start again), hang, slow down, or join late; the network delays, repeats and reorders; the trainer
-dies before its push, or after it and before anyone was told; reward workers do not answer; the control plane is killed
-and comes back from its journal. What must hold in spite of all that is in ``invariants.py``.
+dies before its push, or after it and before anyone was told; reward workers do not answer; instances report what cannot
+be true; the control plane is killed and comes back from its journal, which has lost what was not synced. What must hold
+in spite of all that is in ``invariants.py``.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ def silent_rewards(cluster: Cluster, random: Random) -> None:
     cluster.loop.call_later(random.uniform(20, 200), lambda: setattr(cluster.rewards, "silent", 0.0))
 
 
+def lie(cluster: Cluster, random: Random) -> None:
+    cluster.lies[random.choice(cluster.rollouts).name] = random.randint(1, 4)
+
+
 FAULTS: dict[str, Fault] = {
     each.__name__: each
     for each in (
@@ -75,6 +80,7 @@ FAULTS: dict[str, Fault] = {
         kill_trainer_after_push,
         kill_control,
         silent_rewards,
+        lie,
     )
 }
 

@@ -213,3 +213,71 @@ def test_a_stall_names_the_trainer_when_it_is_the_trainer_that_is_waited_for() -
             await run
 
     on_virtual_time(main())
+
+
+def test_a_crash_between_the_last_score_and_the_completion_of_its_group_does_not_stall_the_run() -> None:
+    async def main() -> None:
+        world = World()
+        world.start()
+        await asyncio.sleep(1)
+        world.finish_and_score("p0/0", "p1/0")
+        events = world.journal.events
+        cut = max(at for at, event in enumerate(events) if event[0] == "score")
+        assert events[cut + 1][0] == "occupy"
+        again = World()
+        again.server.replay(events[: cut + 1])
+        again.control.recover()
+        assert again.server.groups["p1"].complete
+        assert sorted(again.trainer.names()) == ["p0", "p1"]
+
+    on_virtual_time(main())
+
+
+def test_a_crash_between_the_completion_of_a_group_and_the_filter_does_not_train_on_it() -> None:
+    async def main() -> None:
+        world = World(consume="batch")
+        world.start()
+        await asyncio.sleep(1)
+        world.finish_and_score("p0/0")
+        again = World(consume="batch")
+        again.server.replay(world.journal.events)
+        again.control.filter = lambda group: "no signal" if group.name == "p0" else None
+        again.control.recover()
+        assert "p0" not in again.server.groups
+        assert again.server.owed == [0]
+
+    on_virtual_time(main())
+
+
+def test_a_report_that_cannot_be_true_costs_one_trajectory_its_progress_and_nobody_else_anything() -> None:
+    async def main() -> None:
+        world = World()
+        world.start()
+        await asyncio.sleep(1)
+        complaints: list[tuple[str, str]] = []
+        world.control.on_bad_report = lambda instance, why: complaints.append((instance, why))
+        instance = world.instances["i0"]
+        lie, truth = ("p0/0", 1, ((7, 10),)), ("p1/0", 1, ((0, 10),))
+        world.control.on_report(instance.report(finished=(lie, truth)))
+        assert complaints == [("i0", "trajectory p0/0 has tokens of version 7, but the newest that can exist is 0")]
+        assert world.server.trajectories["p0/0"].state == "queued"
+        assert world.server.trajectories["p1/0"].state == "generated"
+        assert ("p0/0", 1) in instance.aborted, "whoever sent it is told to forget it"
+        await asyncio.sleep(5)
+        assert world.server.trajectories["p0/0"].epoch == 2, "and it is tried again"
+
+    on_virtual_time(main())
+
+
+def test_a_trajectory_that_only_ever_gets_bad_reports_is_given_up_with_its_group() -> None:
+    async def main() -> None:
+        world = World()
+        world.start()
+        for epoch in (1, 2, 3):
+            await asyncio.sleep(5)
+            world.control.on_report(world.instances["i0"].report(finished=(("p0/0", epoch, ((7, 10),)),)))
+        assert "p0" not in world.server.groups
+        assert world.server.ledger.counts()["released"] == {"bad reports": 1}
+        assert world.server.owed == [0] or "p0.1" in world.server.groups
+
+    on_virtual_time(main())

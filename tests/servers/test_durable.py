@@ -1,0 +1,260 @@
+"""The journal on disk: whatever is cut off or broken, what comes back is the state after a whole prefix of events."""
+
+import shutil
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from staleflow.servers.durable import DurableJournal, JournalError, torn_bytes
+from staleflow.servers.journal import Event
+from staleflow.servers.payloads import Chunk
+from staleflow.servers.state import recover
+from staleflow.servers.trajectories import TrajectoryServer
+from tests.servers.lives import Life, image, new_server
+
+
+class Pictured(DurableJournal):
+    """Remembers what the server looked like after each event."""
+
+    server: TrajectoryServer | None = None
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.images: dict[int, str] = {}
+
+    def append(self, event: Event, kept: tuple[str, Chunk] | None = None, dropped: Sequence[str] = ()) -> None:
+        super().append(event, kept, dropped)
+        if self.server is not None:
+            self.images[self.position] = image(self.server)
+
+
+def live(path: Path, seed: int, acts: int, snapshot_events: int = 10**9) -> tuple[Pictured, list[int]]:
+    """A random life, committed at random moments. The journal, still open, and the positions that were durable."""
+    journal = Pictured(path, threaded=False, snapshot_events=snapshot_events)
+    server = new_server(journal)
+    recover(server, journal)
+    journal.server = server
+    journal.images[journal.position] = image(server)
+    random = Random(seed)
+    life, durable = Life(server, random), [journal.durable]
+    for _ in range(acts):
+        life.act()
+        if random.random() < 0.2:
+            journal.commit()
+            durable.append(journal.durable)
+    return journal, durable
+
+
+def reopened(path: Path) -> tuple[DurableJournal, TrajectoryServer]:
+    journal = DurableJournal(path, threaded=False)
+    server = new_server(journal)
+    recover(server, journal)
+    return journal, server
+
+
+def copied(path: Path, to: Path) -> Path:
+    """The files as they are on disk at this moment, as a crash would leave them."""
+    to.mkdir()
+    for each in path.parent.glob(f"{path.name}*"):
+        if not each.name.endswith(".lock"):
+            shutil.copy(each, to / each.name)
+    return to / path.name
+
+
+@pytest.mark.parametrize("snapshot_events", [10**9, 25], ids=["no snapshots", "many snapshots"])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_crash_at_any_moment_leaves_the_state_after_the_last_durable_event(
+    tmp_path: Path, seed: int, snapshot_events: int
+) -> None:
+    journal, _ = live(tmp_path / "a" / "journal.db", seed, 300, snapshot_events)
+    crashed = copied(journal.path, tmp_path / "b")
+    again, server = reopened(crashed)
+    assert again.durable == journal.durable
+    assert image(server) == journal.images[journal.durable]
+    assert again.notes == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lives_can_follow_each_other_and_nothing_is_lost_between_them(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "journal.db"
+    for life in range(6):
+        journal, _ = live(path, seed * 100 + life, 80, snapshot_events=40)
+        journal.close()
+        again, server = reopened(path)
+        assert image(server) == journal.images[journal.position]
+        assert again.position == journal.position
+        again.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_log_that_ends_at_any_byte_opens_at_a_whole_prefix_and_says_what_it_dropped(
+    tmp_path: Path, seed: int
+) -> None:
+    journal, durable = live(tmp_path / "a" / "journal.db", seed, 150, snapshot_events=60)
+    random = Random(seed)
+    for cut in range(10):
+        crashed = copied(journal.path, tmp_path / f"b{cut}")
+        wal = crashed.with_name(crashed.name + "-wal")
+        size = random.randrange(wal.stat().st_size + 1)
+        with wal.open("r+b") as file:
+            file.truncate(size)
+        torn = torn_bytes(crashed)
+        if size <= 32 + 24:  # the schema itself was never finished: an empty journal
+            continue
+        again, server = reopened(crashed)
+        assert again.durable in durable
+        assert image(server) == journal.images[again.durable]
+        assert bool(again.notes) == bool(torn)
+        assert all(f"dropped {torn} bytes" in note for note in again.notes)
+        again.close()
+
+
+def test_garbage_behind_the_last_commit_is_left_out(tmp_path: Path) -> None:
+    journal, durable = live(tmp_path / "a" / "journal.db", 3, 150)
+    crashed = copied(journal.path, tmp_path / "b")
+    with crashed.with_name(crashed.name + "-wal").open("ab") as wal:
+        wal.write(Random(1).randbytes(40_000))
+    again, server = reopened(crashed)
+    assert again.durable == durable[-1]
+    assert image(server) == journal.images[again.durable]
+
+
+def test_the_writer_thread_makes_everything_durable_in_order(tmp_path: Path) -> None:
+    journal = Pictured(tmp_path / "journal.db")
+    server = new_server(journal)
+    recover(server, journal)
+    journal.server = server
+    life = Life(server, Random(5))
+    for _ in range(400):
+        life.act()
+    journal.close()
+    assert journal.durable == journal.position
+    _, server = reopened(journal.path)
+    assert image(server) == journal.images[journal.position]
+
+
+def test_payload_of_what_was_consumed_or_given_up_leaves_the_disk(tmp_path: Path) -> None:
+    journal, _ = live(tmp_path / "journal.db", 1, 600)
+    server = journal.server
+    assert server is not None
+    journal.commit()
+    assert server.ledger.counts()["committed"] > 10
+    live_names = {each.name for each in server if each.state != "aborted"} | set(server.groups)
+    assert {name for name, _ in journal.payloads()} <= live_names
+    tokens = sum(len(chunk.tokens) for _, chunk in journal.payloads()) // 4
+    assert server.payloads is not None
+    assert tokens == sum(server.payloads.tokens(name).size for name in live_names)
+
+
+# What cannot be opened, read or written
+
+
+def test_a_second_owner_is_told_who_the_first_is(tmp_path: Path) -> None:
+    first = DurableJournal(tmp_path / "journal.db")
+    with pytest.raises(JournalError, match=r"belongs to process \d+, which is running: stop it, or use another"):
+        DurableJournal(tmp_path / "journal.db")
+    first.close()
+    DurableJournal(tmp_path / "journal.db").close()
+
+
+def test_others_may_read_while_the_owner_writes(tmp_path: Path) -> None:
+    journal, _ = live(tmp_path / "journal.db", 2, 50)
+    journal.commit()
+    reader = sqlite3.connect(f"file:{journal.path}?mode=ro", uri=True)
+    assert reader.execute("SELECT sum(count) FROM log").fetchone() == (journal.durable,)
+
+
+def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    DurableJournal(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE meta SET value=99 WHERE key='format'")
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match="format 99, this version of StaleFlow reads format 1: update StaleFlow"):
+        DurableJournal(path)
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    path.write_text("a diary, dear reader, and not a data base; " * 100)
+    with pytest.raises(JournalError, match=r"cannot open the journal .*use another run directory"):
+        DurableJournal(path)
+
+
+def test_a_directory_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(JournalError, match=r"cannot write in /proc/.*choose a directory that you may write to"):
+        DurableJournal("/proc/nothing/journal.db")
+
+
+def test_other_settings_than_the_run_was_started_with_are_refused(tmp_path: Path) -> None:
+    journal = DurableJournal(tmp_path / "journal.db", threaded=False)
+    recover(new_server(journal), journal)
+    with pytest.raises(JournalError, match="started with group_size=2, not 4: resume it with the same settings"):
+        journal.belongs_to({"batch_size": 2, "max_staleness": 1, "redundancy": 1, "group_size": 4, "extra_members": 1})
+
+
+@pytest.mark.parametrize("table", ["log", "payload", "snapshot"])
+def test_a_damaged_row_is_noticed(tmp_path: Path, table: str) -> None:
+    journal, _ = live(tmp_path / "journal.db", 4, 200, snapshot_events=30)
+    expected = image(journal.server)  # type: ignore[arg-type]
+    journal.close()
+    column = "tokens" if table == "payload" else "body"
+    with sqlite3.connect(journal.path) as db:
+        row, body = db.execute(f"SELECT rowid, {column} FROM {table} ORDER BY rowid DESC LIMIT 1").fetchone()
+        damaged = bytes([body[0] ^ 1]) + body[1:]
+        db.execute(f"UPDATE {table} SET {column}=? WHERE rowid=?", (damaged, row))
+    if table == "snapshot":  # the events are still there
+        again, server = reopened(journal.path)
+        assert image(server) == expected
+        assert "the snapshot is damaged" in again.notes[0]
+    else:
+        with pytest.raises(JournalError, match=r"is damaged: (events \d+ to \d+|tokens of trajectory \S+)"):
+            reopened(journal.path)
+
+
+def test_a_missing_batch_of_events_is_noticed(tmp_path: Path) -> None:
+    journal, _ = live(tmp_path / "journal.db", 4, 200)
+    journal.close()
+    with sqlite3.connect(journal.path) as db:
+        db.execute("DELETE FROM log WHERE last=(SELECT last FROM log ORDER BY last LIMIT 1 OFFSET 3)")
+    with pytest.raises(JournalError, match="is damaged: events"):
+        reopened(journal.path)
+
+
+def test_a_full_disk_loses_nothing_and_the_run_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
+    journal = Pictured(tmp_path / "journal.db", threaded=False)
+    server = new_server(journal)
+    recover(server, journal)
+    journal.server = server
+    life = Life(server, Random(7))
+    for _ in range(50):
+        life.act()
+    journal.commit()
+    durable = journal.durable
+    pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
+    journal._db.execute(f"PRAGMA max_page_count={pages}")
+    for _ in range(2_000):
+        life.act()
+    with pytest.raises(JournalError, match=r"full\): free some disk space; nothing is lost meanwhile"):
+        journal.commit()
+    assert (journal.durable, journal.trouble is None) == (durable, False)
+    crashed, old = reopened(copied(journal.path, tmp_path / "b"))
+    assert image(old) == journal.images[durable] == journal.images[crashed.durable]
+    journal._db.execute("PRAGMA max_page_count=1000000")
+    journal.commit()
+    assert (journal.durable, journal.trouble) == (journal.position, None)
+    _, server = reopened(copied(journal.path, tmp_path / "c"))
+    assert image(server) == journal.images[journal.position]
+
+
+def test_a_closed_journal_takes_nothing(tmp_path: Path) -> None:
+    journal = DurableJournal(tmp_path / "journal.db")
+    journal.close()
+    journal.close()
+    with pytest.raises(JournalError, match="is closed: admit cannot be written any more"):
+        journal.append(("admit", 0, 0, 3))
