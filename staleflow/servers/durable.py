@@ -9,10 +9,10 @@ whoever wants to tell the world of an event waits for that (``runtime/outbox.py`
     recover(server, journal)          # servers/state.py
     server.admit(prompts)             # appends; the writer thread commits
 
-One file, four tables. ``log`` has the events in batches with a checksum each; ``snapshot`` the latest state, so that a
-recovery replays only what came after it; ``payload`` the tokens of trajectories that are not consumed yet, deleted as
-they are; ``meta`` the format and the settings of the run. Events stay in the log for those who ask what happened; their
-payload does not.
+One data base, four tables. ``log`` has the events in batches with a checksum each; ``snapshot`` the latest state, so
+that a recovery replays only what came after it; ``meta`` the format and the settings of the run; ``payload`` the places
+in ``payload_files.py``'s files where the tokens of live trajectories are, synced before the transaction commits. Events
+stay in the log for those who ask what happened; their payload does not.
 
 Only the owner writes: a lock file, which the kernel lets go of when its holder dies, keeps a second one out. Anyone may
 read while a run is going on.
@@ -20,40 +20,28 @@ read while a run is going on.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sqlite3
-import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import msgspec
 
+from staleflow.servers.database import JournalError, fix_for, locked, opened, torn_bytes
 from staleflow.servers.journal import Event
+from staleflow.servers.payload_files import Named, PayloadFiles, Place
 from staleflow.servers.payloads import Chunk
 
-FORMAT = 1
-PAGE = 16_384
-"""Bytes. Small enough for a commit of a few events, large enough for chunks of a thousand tokens."""
 SNAPSHOT_EVENTS = 200_000
 """Replaying so many takes about a second."""
+TRANSACTION_BYTES = 8 << 20
+"""Payload in one transaction, about; it bounds how long an event waits for its sync behind others."""
 RETRY_S = 1.0
 """A disk that was full is tried again this often."""
-
-SCHEMA = """
-CREATE TABLE meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE log(last INTEGER PRIMARY KEY, count INTEGER, crc INTEGER, body BLOB);
-CREATE TABLE snapshot(position INTEGER PRIMARY KEY, crc INTEGER, body BLOB);
-CREATE TABLE payload(id INTEGER PRIMARY KEY, name TEXT, start INTEGER, crc INTEGER, tokens BLOB, logprobs BLOB);
-"""
-
-
-class JournalError(RuntimeError):
-    """The journal cannot be opened, read or written; the message says what to do."""
 
 
 class _Append(NamedTuple):
@@ -80,23 +68,30 @@ class DurableJournal:
         self.trouble: str | None = None
         """Why nothing can be written at the moment, if nothing can. What was appended waits and is not lost."""
         self._snapshot_events = snapshot_events
-        self._lock_file = _lock(self.path)
+        self._lock_file = locked(self.path)
         try:
             if torn := torn_bytes(self.path):
                 self.notes.append(f"{self.path}: dropped {torn} bytes of a write that a crash left unfinished")
-            self._db = _open(self.path)
+            self._db = opened(self.path)
             self.durable = self._last()
-            self._rows = self._payload_rows()
+            self._places = {row: Place(*where) for row, *where in self._db.execute("SELECT * FROM payload")}
+            """By row of the table: where the chunks of one transaction are."""
+            self._files = PayloadFiles(self.path.with_name(self.path.name + "-payload"), self._places.values())
         except BaseException:
             os.close(self._lock_file)
             raise
         self.position = self.durable
         self._snapshot_at = self._latest_snapshot()
-        self._next_row = 1 + max((row for rows in self._rows.values() for row in rows), default=0)
+        self._rows: dict[str, list[int]] = {}
+        """By name: the rows that hold its payload, one entry for each chunk."""
+        self._live: dict[int, int] = {}
+        """By row: chunks in it that are needed."""
+        self._next_row = 1 + max(self._places, default=0)
         self._queue: list[_Append | _Snapshot] = []
         self._writing: list[_Append | _Snapshot] = []
         """Taken from the queue, and not known to be on disk."""
         self._write_lock = threading.Lock()
+        self._grown = threading.Condition()
         self._wake = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._write_for_ever, name="journal", daemon=True) if threaded else None
@@ -125,19 +120,35 @@ class DurableJournal:
 
     def commit(self) -> None:
         """Write and sync everything that was appended. On an error all of it is kept for the next try."""
+        while self._queue or self._writing:
+            self._commit_some()
+
+    def wait(self, position: int, timeout_s: float) -> None:
+        """Until the first ``position`` events are durable; an error says what hinders it."""
+        with self._grown:
+            if not self._grown.wait_for(lambda: self.durable >= position, timeout_s):
+                raise JournalError(
+                    f"event {position} is not durable after {timeout_s:g} s, only {self.durable} are: "
+                    + (self.trouble or "the disk is slow, check it")
+                )
+
+    def _commit_some(self) -> None:
         with self._write_lock:
-            taken = len(self._queue)
-            self._writing += self._queue[:taken]
-            del self._queue[:taken]  # never a new list: another thread may be appending to this one
+            if not self._writing:
+                taken = _one_transaction(self._queue)
+                self._writing += self._queue[:taken]
+                del self._queue[:taken]  # never a new list: another thread may be appending to this one
             if not self._writing:
                 return
             try:
                 self._write(self._writing)
             except (sqlite3.Error, OSError) as error:
-                self.trouble = f"cannot write {self.path} ({error}): {_fix_for(error)}; nothing is lost meanwhile"
+                self.trouble = f"cannot write {self.path} ({error}): {fix_for(error)}; nothing is lost meanwhile"
                 raise JournalError(self.trouble) from error
             self.trouble = None
-            self.durable += sum(isinstance(each, _Append) for each in self._writing)
+            with self._grown:
+                self.durable += sum(isinstance(each, _Append) for each in self._writing)
+                self._grown.notify_all()
             self._writing = []
         self.on_durable()
 
@@ -152,6 +163,7 @@ class DurableJournal:
         try:
             self.commit()
         finally:
+            self._files.close()
             self._db.close()
             os.close(self._lock_file)
 
@@ -161,54 +173,69 @@ class DurableJournal:
             self._wake.clear()
             while not self._closed and (self._queue or self._writing):
                 try:
-                    self.commit()
+                    self._commit_some()
                 except JournalError:
                     self._wake.wait(RETRY_S)
                     self._wake.clear()
 
     def _write(self, batch: list[_Append | _Snapshot]) -> None:
-        rows = dict[str, list[int]]()
-        kept: list[tuple[Any, ...]] = []
-        gone: list[tuple[int]] = []
-        row = self._next_row
+        appends = [each for each in batch if isinstance(each, _Append)]
+        chunks = [each.kept for each in appends if each.kept is not None]
+        rows, live = self._after(chunks, [name for each in appends for name in each.dropped])
+        place = self._files.write(chunks) if live.get(self._next_row) else None
+        needless = [row for row, count in live.items() if not count]
         db = self._db
         db.execute("BEGIN IMMEDIATE")
         try:
             events: list[Event] = []
             position = self.durable
             for each in batch:
-                if isinstance(each, _Snapshot):
-                    position = self._insert_events(position, events)
-                    events = []
-                    db.execute("DELETE FROM snapshot")
-                    db.execute("INSERT INTO snapshot VALUES(?,?,?)", (position, zlib.crc32(each.body), each.body))
+                if isinstance(each, _Append):
+                    events.append(each.event)
                     continue
-                events.append(each.event)
-                if each.kept is not None:
-                    name, chunk = each.kept
-                    crc = zlib.crc32(chunk.logprobs, zlib.crc32(chunk.tokens))
-                    kept.append((row, name, chunk.start, crc, chunk.tokens, chunk.logprobs))
-                    rows.setdefault(name, []).append(row)
-                    row += 1
-                for name in each.dropped:
-                    gone += [(old,) for old in (*self._rows.get(name, ()), *rows.get(name, ()))]
+                position = self._insert_events(position, events)
+                events = []
+                db.execute("DELETE FROM snapshot")
+                db.execute("INSERT INTO snapshot VALUES(?,?,?)", (position, zlib.crc32(each.body), each.body))
             self._insert_events(position, events)
-            if kept:
-                db.executemany("INSERT INTO payload VALUES(?,?,?,?,?,?)", kept)
-            if gone:
-                db.executemany("DELETE FROM payload WHERE id=?", gone)
+            if place is not None:
+                db.execute("INSERT INTO payload VALUES(?,?,?,?,?)", (self._next_row, *place))
+            db.executemany("DELETE FROM payload WHERE id=?", [(row,) for row in needless])
             db.execute("COMMIT")
         except BaseException:
             if db.in_transaction:
                 db.execute("ROLLBACK")
             raise
-        self._next_row = row
-        for name, added in rows.items():
-            self._rows.setdefault(name, []).extend(added)
-        for each in batch:
-            if isinstance(each, _Append):
-                for name in each.dropped:
-                    self._rows.pop(name, None)
+        if place is not None:
+            self._places[self._next_row] = place
+            self._files.keep(place)
+            self._next_row += 1
+        self._rows.update(rows)
+        for each in appends:
+            for name in each.dropped:
+                self._rows.pop(name, None)
+        self._live.update(live)
+        self._forget(needless)
+
+    def _after(self, chunks: Sequence[Named], dropped: Sequence[str]) -> tuple[dict[str, list[int]], dict[int, int]]:
+        """What becomes of the index when these are written: the entries that change."""
+        rows: dict[str, list[int]] = {}
+        live: dict[int, int] = {}
+        for name, _ in chunks:
+            rows[name] = [*rows.get(name, self._rows.get(name, ())), self._next_row]
+            live[self._next_row] = live.get(self._next_row, 0) + 1
+        for name in dropped:
+            for row in rows.pop(name, self._rows.get(name, ())):
+                live[row] = live.get(row, self._live.get(row, 0)) - 1
+        return rows, live
+
+    def _forget(self, rows: Iterable[int]) -> None:
+        """Nothing in these rows is needed, and the data base does not know them any more."""
+        files = {self._places.pop(row).file for row in rows if row in self._places}
+        for row in rows:
+            self._live.pop(row, None)
+        for file in files - {place.file for place in self._places.values()}:
+            self._files.remove(file)
 
     def _insert_events(self, position: int, events: list[Event]) -> int:
         if events:
@@ -256,16 +283,24 @@ class DurableJournal:
             for event in cast(list[Any], _decode(body)):
                 yield frozen(event)
 
-    def payloads(self) -> Iterator[tuple[str, Chunk]]:
-        """Every piece of payload that is on disk, in the order it came."""
-        query = "SELECT name, start, crc, tokens, logprobs FROM payload ORDER BY id"
-        for name, start, crc, tokens, logprobs in self._db.execute(query):
-            if zlib.crc32(logprobs, zlib.crc32(tokens)) != crc:
+    def payloads(self, live: Container[str]) -> Iterator[Named]:
+        """Every piece of payload of the ``live`` names that is on disk, in the order it came. Forgets all others."""
+        self._rows, self._live = {}, dict.fromkeys(self._places, 0)
+        for row, place in sorted(self._places.items()):
+            chunks = self._files.read(place)
+            if chunks is None:
                 raise JournalError(
-                    f"{self.path} is damaged: tokens of trajectory {name} from {start} on cannot be read. "
-                    "Restore the file from a copy, or start a new run from the latest checkpoint"
+                    f"{self.path}-payload is damaged: {place.size} bytes at {place.offset} of file {place.file} cannot "
+                    "be read. Restore it from a copy, or start a new run from the latest checkpoint"
                 )
-            yield name, Chunk(start, tokens, logprobs)
+            for name, chunk in chunks:
+                if name in live:
+                    self._rows.setdefault(name, []).append(row)
+                    self._live[row] += 1
+                    yield name, chunk
+        needless = [row for row in self._places if not self._live[row]]
+        self._db.executemany("DELETE FROM payload WHERE id=?", [(row,) for row in needless])
+        self._forget(needless)
 
     def _last(self) -> int:
         return self._db.execute("SELECT max(last) FROM log").fetchone()[0] or 0
@@ -273,94 +308,18 @@ class DurableJournal:
     def _latest_snapshot(self) -> int:
         return self._db.execute("SELECT max(position) FROM snapshot").fetchone()[0] or 0
 
-    def _payload_rows(self) -> dict[str, list[int]]:
-        rows: dict[str, list[int]] = {}
-        for row, name in self._db.execute("SELECT id, name FROM payload ORDER BY id"):
-            rows.setdefault(name, []).append(row)
-        return rows
+
+def _one_transaction(queue: list[_Append | _Snapshot]) -> int:
+    """How many from the front of the queue to write at once: much shares a sync, but nobody waits for too much."""
+    size = 0
+    for count, each in enumerate(queue, 1):
+        if isinstance(each, _Append) and each.kept is not None:
+            size += len(each.kept[1].tokens) + len(each.kept[1].logprobs)
+            if size >= TRANSACTION_BYTES:
+                return count
+    return len(queue)
 
 
 def frozen(value: Any) -> Any:
     """Lists, as the decoder makes them, as the tuples they were."""
     return tuple(map(frozen, cast(list[Any], value))) if type(value) is list else value
-
-
-def torn_bytes(path: Path) -> int:
-    """How many bytes at the end of the write-ahead file belong to a transaction that was never finished.
-
-    SQLite leaves them out by itself; this is to be able to say so. A frame is 24 bytes and a page; the second word of
-    one that ends a transaction is not zero; frames of the present round carry the salt of the file's header."""
-    try:
-        wal = path.with_name(path.name + "-wal").open("rb")
-    except FileNotFoundError:
-        return 0
-    with wal:
-        header = wal.read(32)
-        size = os.fstat(wal.fileno()).st_size
-        if len(header) < 32:
-            return size
-        frame, salt = 24 + struct.unpack(">I", header[8:12])[0], header[16:24]
-        whole = 32
-        for at in range(32, size, frame):
-            wal.seek(at)
-            begin = wal.read(24)
-            if len(begin) == 24 and begin[8:16] != salt:
-                return at - whole  # the rest is left over from an earlier round
-            if at + frame <= size and begin[4:8] != bytes(4):
-                whole = at + frame
-        return size - whole
-
-
-def _lock(path: Path) -> int:
-    """Hold the lock file beside the journal, or say who does."""
-    lock = path.with_name(path.name + ".lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise JournalError(
-            f"cannot write in {path.parent} ({error.strerror}): choose a directory that you may write to"
-        ) from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.pread(handle, 32, 0).decode() or "unknown"
-        os.close(handle)
-        raise JournalError(
-            f"the journal {path} belongs to process {owner}, which is running: stop it, or use another run directory"
-        ) from error
-    os.truncate(handle, 0)
-    os.pwrite(handle, str(os.getpid()).encode(), 0)
-    return handle
-
-
-def _open(path: Path) -> sqlite3.Connection:
-    try:
-        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        db.execute(f"PRAGMA page_size={PAGE}")
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=FULL")
-        if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            db.executescript(f"BEGIN; {SCHEMA} INSERT INTO meta VALUES('format', {FORMAT}); COMMIT;")
-        found = db.execute("SELECT value FROM meta WHERE key='format'").fetchone()
-    except sqlite3.Error as error:
-        raise JournalError(f"cannot open the journal {path} ({error}): {_fix_for(error)}") from error
-    if found is None or found[0] != FORMAT:
-        db.close()
-        written = "another program" if found is None else f"format {found[0]}"
-        raise JournalError(
-            f"the journal {path} was written by {written}, this version of StaleFlow reads format {FORMAT}: "
-            "update StaleFlow, or use another run directory"
-        )
-    return db
-
-
-def _fix_for(error: Exception) -> str:
-    text = str(error)
-    if "full" in text or getattr(error, "errno", None) == 28:
-        return "free some disk space"
-    if "readonly" in text or "unable to open" in text or "permission" in text.lower():
-        return "choose a directory that you may write to"
-    if "malformed" in text or "not a database" in text:
-        return "it is damaged or no journal; restore it from a copy, or use another run directory"
-    return "check the disk"

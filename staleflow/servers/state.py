@@ -88,9 +88,8 @@ def recover(server: TrajectoryServer, journal: DurableJournal) -> None:
     server.replay(events)
     if (payloads := server.payloads) is None:
         return
-    for name, chunk in journal.payloads():
-        if name in payloads:
-            payloads.add(name, chunk)
+    for name, chunk in journal.payloads(live=payloads):
+        payloads.add(name, chunk)
     for each in server:
         if each.state in ENDED:
             payloads.seal(each.name)

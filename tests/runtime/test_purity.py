@@ -9,7 +9,7 @@ import pytest
 import staleflow
 
 ROOT = Path(staleflow.__path__[0])
-EFFECTS = {"durable.py"}
+EFFECTS = {"database.py", "durable.py", "payload_files.py"}
 """What reaches the disk; control code sees it through the ``Journal`` protocol."""
 FILES = sorted(
     path

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from staleflow.servers.durable import DurableJournal, JournalError, torn_bytes
+from staleflow.servers import payload_files
+from staleflow.servers.database import JournalError, torn_bytes
+from staleflow.servers.durable import DurableJournal
 from staleflow.servers.journal import Event
 from staleflow.servers.payloads import Chunk
 from staleflow.servers.state import recover
@@ -60,7 +62,9 @@ def copied(path: Path, to: Path) -> Path:
     """The files as they are on disk at this moment, as a crash would leave them."""
     to.mkdir()
     for each in path.parent.glob(f"{path.name}*"):
-        if not each.name.endswith(".lock"):
+        if each.is_dir():
+            shutil.copytree(each, to / each.name)
+        elif not each.name.endswith(".lock"):
             shutil.copy(each, to / each.name)
     return to / path.name
 
@@ -137,17 +141,26 @@ def test_the_writer_thread_makes_everything_durable_in_order(tmp_path: Path) -> 
     assert image(server) == journal.images[journal.position]
 
 
-def test_payload_of_what_was_consumed_or_given_up_leaves_the_disk(tmp_path: Path) -> None:
-    journal, _ = live(tmp_path / "journal.db", 1, 600)
+def test_payload_of_what_was_consumed_or_given_up_leaves_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payload_files, "FILE_BYTES", 1_000)
+    journal, _ = live(tmp_path / "journal.db", 1, 1_200)
     server = journal.server
     assert server is not None
-    journal.commit()
-    assert server.ledger.counts()["committed"] > 10
-    live_names = {each.name for each in server if each.state != "aborted"} | set(server.groups)
-    assert {name for name, _ in journal.payloads()} <= live_names
-    tokens = sum(len(chunk.tokens) for _, chunk in journal.payloads()) // 4
     assert server.payloads is not None
+    journal.commit()
+    files = sorted((tmp_path / "journal.db-payload").iterdir())
+    assert server.ledger.counts()["committed"] > 30
+    assert int(files[-1].stem) > 2 * len(files), "old files are deleted"
+    live_names = {each.name for each in server if each.state != "aborted"} | set(server.groups)
+    tokens = sum(len(chunk.tokens) for _, chunk in journal.payloads(live_names)) // 4
     assert tokens == sum(server.payloads.tokens(name).size for name in live_names)
+    journal.close()
+    (tmp_path / "journal.db-payload" / "99999999.bin").write_bytes(b"begun, and never committed")
+    _, again = reopened(journal.path)
+    assert image(again) == image(server)
+    assert not (tmp_path / "journal.db-payload" / "99999999.bin").exists()
 
 
 # What cannot be opened, read or written
@@ -198,23 +211,31 @@ def test_other_settings_than_the_run_was_started_with_are_refused(tmp_path: Path
         journal.belongs_to({"batch_size": 2, "max_staleness": 1, "redundancy": 1, "group_size": 4, "extra_members": 1})
 
 
-@pytest.mark.parametrize("table", ["log", "payload", "snapshot"])
+@pytest.mark.parametrize("table", ["log", "snapshot"])
 def test_a_damaged_row_is_noticed(tmp_path: Path, table: str) -> None:
     journal, _ = live(tmp_path / "journal.db", 4, 200, snapshot_events=30)
     expected = image(journal.server)  # type: ignore[arg-type]
     journal.close()
-    column = "tokens" if table == "payload" else "body"
     with sqlite3.connect(journal.path) as db:
-        row, body = db.execute(f"SELECT rowid, {column} FROM {table} ORDER BY rowid DESC LIMIT 1").fetchone()
-        damaged = bytes([body[0] ^ 1]) + body[1:]
-        db.execute(f"UPDATE {table} SET {column}=? WHERE rowid=?", (damaged, row))
+        row, body = db.execute(f"SELECT rowid, body FROM {table} ORDER BY rowid DESC LIMIT 1").fetchone()
+        db.execute(f"UPDATE {table} SET body=? WHERE rowid=?", (bytes([body[0] ^ 1]) + body[1:], row))
     if table == "snapshot":  # the events are still there
         again, server = reopened(journal.path)
         assert image(server) == expected
         assert "the snapshot is damaged" in again.notes[0]
     else:
-        with pytest.raises(JournalError, match=r"is damaged: (events \d+ to \d+|tokens of trajectory \S+)"):
+        with pytest.raises(JournalError, match=r"is damaged: events \d+ to \d+"):
             reopened(journal.path)
+
+
+def test_damaged_payload_is_noticed(tmp_path: Path) -> None:
+    journal, _ = live(tmp_path / "journal.db", 4, 200)
+    journal.close()
+    file = max((tmp_path / "journal.db-payload").iterdir())
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    with pytest.raises(JournalError, match=r"-payload is damaged: \d+ bytes at \d+ of file \d+ cannot be read"):
+        reopened(journal.path)
 
 
 def test_a_missing_batch_of_events_is_noticed(tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""The data base file of a journal: its tables, its lock, and what a crash left unfinished in it."""
+
+import fcntl
+import os
+import sqlite3
+import struct
+from pathlib import Path
+
+FORMAT = 1
+
+SCHEMA = """
+CREATE TABLE meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE log(last INTEGER PRIMARY KEY, count INTEGER, crc INTEGER, body BLOB);
+CREATE TABLE snapshot(position INTEGER PRIMARY KEY, crc INTEGER, body BLOB);
+CREATE TABLE payload(id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, size INTEGER, crc INTEGER);
+"""
+
+
+class JournalError(RuntimeError):
+    """The journal cannot be opened, read or written; the message says what to do."""
+
+
+def torn_bytes(path: Path) -> int:
+    """How many bytes at the end of the write-ahead file belong to a transaction that was never finished.
+
+    SQLite leaves them out by itself; this is to be able to say so. A frame is 24 bytes and a page; the second word of
+    one that ends a transaction is not zero; frames of the present round carry the salt of the file's header."""
+    try:
+        wal = path.with_name(path.name + "-wal").open("rb")
+    except FileNotFoundError:
+        return 0
+    with wal:
+        header = wal.read(32)
+        size = os.fstat(wal.fileno()).st_size
+        if len(header) < 32:
+            return size
+        frame, salt = 24 + struct.unpack(">I", header[8:12])[0], header[16:24]
+        whole = 32
+        for at in range(32, size, frame):
+            wal.seek(at)
+            begin = wal.read(24)
+            if len(begin) == 24 and begin[8:16] != salt:
+                return at - whole  # the rest is left over from an earlier round
+            if at + frame <= size and begin[4:8] != bytes(4):
+                whole = at + frame
+        return size - whole
+
+
+def locked(path: Path) -> int:
+    """Hold the lock file beside the journal, or say who does."""
+    lock = path.with_name(path.name + ".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise JournalError(
+            f"cannot write in {path.parent} ({error.strerror}): choose a directory that you may write to"
+        ) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.pread(handle, 32, 0).decode() or "unknown"
+        os.close(handle)
+        raise JournalError(
+            f"the journal {path} belongs to process {owner}, which is running: stop it, or use another run directory"
+        ) from error
+    os.truncate(handle, 0)
+    os.pwrite(handle, str(os.getpid()).encode(), 0)
+    return handle
+
+
+def opened(path: Path) -> sqlite3.Connection:
+    try:
+        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=FULL")
+        if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            db.executescript(f"BEGIN; {SCHEMA} INSERT INTO meta VALUES('format', {FORMAT}); COMMIT;")
+        found = db.execute("SELECT value FROM meta WHERE key='format'").fetchone()
+    except sqlite3.Error as error:
+        raise JournalError(f"cannot open the journal {path} ({error}): {fix_for(error)}") from error
+    if found is None or found[0] != FORMAT:
+        db.close()
+        written = "another program" if found is None else f"format {found[0]}"
+        raise JournalError(
+            f"the journal {path} was written by {written}, this version of StaleFlow reads format {FORMAT}: "
+            "update StaleFlow, or use another run directory"
+        )
+    return db
+
+
+def fix_for(error: Exception) -> str:
+    text = str(error)
+    if "full" in text or getattr(error, "errno", None) == 28:
+        return "free some disk space"
+    if "readonly" in text or "unable to open" in text or "permission" in text.lower():
+        return "choose a directory that you may write to"
+    if "malformed" in text or "not a database" in text:
+        return "it is damaged or no journal; restore it from a copy, or use another run directory"
+    return "check the disk"
