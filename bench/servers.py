@@ -150,7 +150,7 @@ def _disk_use(journal: DurableJournal, trajectories: int) -> dict[str, float]:
     reader = sqlite3.connect(f"file:{journal.path}?mode=ro", uri=True)
     events = reader.execute("SELECT sum(length(body)) FROM log").fetchone()[0]
     reader.close()
-    peak = sum(each.stat().st_size for each in journal.path.parent.iterdir())
+    peak = sum(each.stat().st_size for each in journal.path.parent.rglob("*") if each.is_file())
     return {"log_bytes_per_trajectory": events / trajectories, "files_mb": peak / 1e6}
 
 
@@ -259,9 +259,7 @@ def measure(quick: bool) -> dict[str, Any]:
         rounds, seconds = (1, 1.0) if quick else (5, 3.0)
         return {
             "lifecycle": [lifecycle(folder, length, rounds, seconds) for length in LENGTHS],
-            "memory": [
-                memory(length, count) for length, count in ((16, 32_000), (2_000, 8_000), (20_000, 1_600))
-            ],
+            "memory": [memory(length, count) for length, count in ((16, 32_000), (2_000, 8_000), (20_000, 1_600))],
             "recovery": [
                 recovery(folder, events, snapshots)
                 for events in ((10_000, 100_000) if quick else (10_000, 100_000, 1_000_000))

@@ -1,0 +1,188 @@
+"""The parameter server: versioned weights, pushed by the trainer and pulled by instances, with no barrier between them.
+
+What a parameter server promises: ``push`` makes a version visible at once and whole; ``pull`` ends with one version in
+all tensors; neither waits for the other; the death of any process leaves the newest version to be pulled.
+
+The local one has no process of its own. Its state is shared memory (``slots``, ``stores``, ``segments``), so trainer
+and instances need only the run's name:
+
+    server = LocalParameterServer.create("run-7", dtype=torch.bfloat16)     # trainer
+    server.push(0, model.state_dict())
+    LocalParameterServer.attach("run-7").pull(engine.state_dict(), 0)       # instance: returns the version that landed
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from staleflow.servers.weights.pulling import Pulled, Reader
+from staleflow.servers.weights.pushing import Pushed, Writer
+from staleflow.servers.weights.segments import Registry, WeightsError
+from staleflow.servers.weights.slots import Clock, segments_of
+from staleflow.servers.weights.stores import Store
+from staleflow.servers.weights.tensors import Cast
+
+__all__ = ["LocalParameterServer", "ParameterServer", "Pulled", "Pushed", "WeightsError", "reclaim"]
+
+LEASE_S = 10.0
+"""How long a reader that stopped in the middle of a pull keeps a slot."""
+MAX_SLOTS = 4
+"""The published one, the next, and two for readers that are still copying older versions."""
+
+
+class ParameterServer(Protocol):
+    def push(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Pushed:
+        """Publish a version greater than all before. On an error nothing is published."""
+        ...
+
+    def newest(self) -> int:
+        """The newest published version; -1 before the first."""
+        ...
+
+    def pull(self, into: Mapping[str, torch.Tensor], at_least: int) -> int:
+        """Copy the newest version, which must be ``at_least`` that, into these tensors. Returns its number."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalParameterServer:
+    """Weights in the shared memory of one machine. Get one by ``create``, ``take_over`` or ``attach``."""
+
+    def __init__(self, store: Store, writer: Writer | None, lease_s: float, between: Callable[[], None] | None) -> None:
+        self._store = store
+        self._writer = writer
+        self._reader: Reader | None = None
+        self._lease_s = lease_s
+        self._between = between
+        if writer is None:
+            self._reader = Reader(store, lease_s, between)
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        *,
+        registry: Path | str | None = None,
+        dtype: Cast = None,
+        max_slots: int = MAX_SLOTS,
+        lease_s: float = LEASE_S,
+        clock: Clock = time.monotonic_ns,
+        between: Callable[[], None] | None = None,
+    ) -> "LocalParameterServer":
+        """A new store with this process as its writer. What dead runs left in the registry is reclaimed first.
+
+        ``dtype`` is what floating-point tensors are stored as. ``between`` is called after each copied tensor."""
+        store = Store.create(Registry(registry), name, clock)
+        return cls._writing(store, dtype, max_slots, lease_s, between)
+
+    @classmethod
+    def take_over(
+        cls,
+        name: str,
+        *,
+        registry: Path | str | None = None,
+        max_slots: int = MAX_SLOTS,
+        lease_s: float = LEASE_S,
+        clock: Clock = time.monotonic_ns,
+        between: Callable[[], None] | None = None,
+    ) -> "LocalParameterServer":
+        """The store of a writer that died; its newest version and its layout stay. ``create`` elsewhere may reclaim the
+        store before, if no reader holds it."""
+        store = Store.take_over(Registry(registry), name, clock)
+        return cls._writing(store, None, max_slots, lease_s, between)
+
+    @classmethod
+    def attach(
+        cls,
+        name: str,
+        *,
+        registry: Path | str | None = None,
+        lease_s: float = LEASE_S,
+        clock: Clock = time.monotonic_ns,
+        between: Callable[[], None] | None = None,
+    ) -> "LocalParameterServer":
+        """For reading, in any process of the machine."""
+        store = Store.attach(Registry(registry), name, clock)
+        try:
+            return cls(store, None, lease_s, between)
+        except BaseException:
+            store.detach("could not be attached to")
+            raise
+
+    @classmethod
+    def _writing(
+        cls, store: Store, dtype: Cast, max_slots: int, lease_s: float, between: Callable[[], None] | None
+    ) -> "LocalParameterServer":
+        try:
+            return cls(store, Writer(store, dtype, max_slots, between), lease_s, between)
+        except BaseException:
+            store.detach("could not be opened")
+            raise
+
+    def push(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Pushed:
+        self._store.check()
+        if self._writer is None:
+            raise WeightsError(f"weights store {self._store.name!r} is attached for reading: push from its writer")
+        return self._writer.push(version, tensors)
+
+    def newest(self) -> int:
+        self._store.check()
+        return self._store.block.published.version
+
+    def pull(self, into: Mapping[str, torch.Tensor], at_least: int = 0, *, verify: bool = False) -> int:
+        """Tensors that hold the version already, from the pull before, are not copied: call ``forget`` if anything else
+        wrote to them. ``verify`` checksums what landed. After an error the tensors may mix versions."""
+        self._store.check()
+        if self._reader is None:
+            self._reader = Reader(self._store, self._lease_s, self._between)
+        return self._reader.pull(into, at_least, verify).version
+
+    @property
+    def last_pull(self) -> Pulled | None:
+        """Bytes copied and skipped, attempts and checksum of the last pull of this object."""
+        return self._reader.last if self._reader else None
+
+    def forget(self) -> None:
+        """The engine's tensors were written by somebody else, or are no longer used: the next pull copies all."""
+        if self._reader:
+            self._reader.forget()
+
+    def detach(self) -> None:
+        """Let go without removing anything: a writer leaves its versions to the one that takes over."""
+        self._leave("is closed here: attach again")
+
+    def close(self) -> None:
+        """The writer removes the store and its memory; a reader lets go of it. Again does nothing."""
+        if self._writer and not self._store.gone:
+            self._store.remove()
+        self._leave("is closed: create it again" if self._writer else "is closed here: attach again")
+
+    def _leave(self, why: str) -> None:
+        if self._store.gone:
+            return
+        if self._reader:
+            self._reader.close()
+        if self._writer:
+            self._writer.close()
+        self._store.detach(why)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_store"):
+            self.detach()
+
+    def __enter__(self) -> "LocalParameterServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def reclaim(registry: Path | str | None = None) -> list[str]:
+    """Free what dead runs left in the registry. Returns the names of their stores."""
+    folder = Registry(registry)
+    with folder.locked():
+        return folder.reclaim(segments_of)

@@ -1,0 +1,291 @@
+"""The reader's side of a weights store: copy the newest version straight into the engine's tensors.
+
+::
+
+    lease the published slot -> sequence even? -> copy what changed -> sequence still the same? -> done
+                                    no ^----------------------------------------- no: take the newest, again
+
+The lease asks the writer to leave the slot alone and is renewed during the copy. It is a courtesy, not a lock: a writer
+that has no other slot takes it, the reader notices and starts over. So a pull ends with one version in all tensors, or
+with an error that says so.
+"""
+
+import ctypes
+import mmap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from staleflow.servers.weights.engine_tensors import Plan, Target
+from staleflow.servers.weights.segments import WeightsError, attach_segment
+from staleflow.servers.weights.stores import Store
+from staleflow.servers.weights.tensors import Layout, digest_of, is_plain, raw
+
+ATTEMPTS = 8
+"""A pull starts over when its slot was taken. With leases that is rare; so many in a row are a fault somewhere."""
+SMALL = 1 << 20
+"""Up to here Python's own copy is the quickest to start; above, one that lets other threads run."""
+RENEW = 64 << 20
+"""Bytes copied between two renewals of the lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    version: int
+    checksum: str
+    copied: int
+    skipped: int
+    """Bytes that the engine's tensors held already."""
+    attempts: int
+
+
+class Moves(NamedTuple):
+    """What to copy, by the way it is copied."""
+
+    small: list[list[tuple[memoryview, memoryview]]]
+    large: list[tuple[int, int, int]]
+    other: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Mapped:
+    """A slot's segment in this process."""
+
+    def __init__(self, generation: int, memory: mmap.mmap) -> None:
+        self.generation = generation
+        self.memory = memory
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+        self.views: list[torch.Tensor] = []
+        self.whole: tuple[Plan, Moves] | None = None
+        """The moves that copy everything; as good for the next version."""
+        self._pinned: bool | None = None
+
+    def pin(self) -> None:
+        """Let the GPU copy from it directly. Where that is refused, copies are only slower."""
+        if self._pinned is None:
+            cudart = cast(Any, torch.cuda).cudart()
+            self._pinned = int(cudart.cudaHostRegister(self.address, len(self.memory), 0)) == 0
+
+    def drop(self) -> None:
+        """The memory is unmapped when the last tensor over it is gone."""
+        if self._pinned:
+            cudart = cast(Any, torch.cuda).cudart()
+            cudart.cudaHostUnregister(self.address)
+        self.views, self.whole = [], None
+
+
+class Reader:
+    """Not for several threads at a time."""
+
+    def __init__(self, store: Store, lease_s: float, between: Callable[[], None] | None = None) -> None:
+        self.store = store
+        self.block = store.block
+        self.lease_s = lease_s
+        self.last: Pulled | None = None
+        self._between = between
+        self._layout: Layout | None = None
+        self._plan: Plan | None = None
+        self._mapped: dict[int, Mapped] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        with store.registry.locked():
+            self._entry = self.block.claim()
+
+    def pull(self, into: Mapping[str, torch.Tensor], at_least: int, verify: bool) -> Pulled:
+        for attempt in range(1, ATTEMPTS + 1):
+            version, slot = self.block.published
+            if version < max(0, at_least):
+                raise WeightsError(
+                    f"version {max(0, at_least)} is not published, the newest is {version}: pull after it was pushed"
+                )
+            self.block.lease(self._entry, slot, self.lease_s)
+            try:
+                done = self._attempt(version, slot, into, verify)
+            finally:
+                self.block.release(self._entry)
+            if done is not None:
+                checksum, copied, skipped = done
+                self.last = Pulled(version, checksum, copied, skipped, attempt)
+                return self.last
+        raise WeightsError(
+            f"version {self.block.published.version} and those before it were overwritten {ATTEMPTS} times while they "
+            "were pulled, and the tensors mix versions now: pull again before using them, push less often, or allow "
+            "more slots (max_slots)"
+        )
+
+    def forget(self) -> None:
+        self._plan = None
+        for mapped in self._mapped.values():
+            mapped.whole = None
+
+    def close(self) -> None:
+        self.block.disclaim(self._entry)
+        for mapped in self._mapped.values():
+            mapped.drop()
+        self._mapped.clear()
+        self._plan = None
+
+    # One attempt. None: the slot was taken.
+
+    def _attempt(
+        self, version: int, slot: int, into: Mapping[str, torch.Tensor], verify: bool
+    ) -> tuple[str, int, int] | None:
+        sequence = self.block.sequence(slot)
+        if sequence & 1 or self.block.version(slot) != version:
+            return None
+        mapped = self._map(slot)
+        if mapped is None:
+            return None
+        layout = self._layout or self._read_layout(mapped, slot, sequence)
+        if layout is None:
+            return None
+        checksums = mapped.memory[layout.checksums]
+        checksum = mapped.memory[layout.checksum_at].decode()
+        if self.block.sequence(slot) != sequence:
+            return None
+        if not mapped.views:
+            mapped.views = layout.views(mapped.tensor)
+        if self._plan is None or not self._plan.fits(into):
+            self._plan = Plan(layout, into)
+        plan = self._plan
+        wanted = plan.wanted(checksums)
+        if wanted and not self._copy(self._moves(plan, mapped, wanted), mapped, slot, sequence):
+            return None
+        if self.block.sequence(slot) != sequence:
+            return None
+        plan.landed(checksums)
+        if verify and not self._verify(plan, mapped, slot, sequence):
+            return None
+        copied = sum([target.size for target in wanted]) if len(wanted) < len(plan.targets) else plan.size
+        return checksum, copied, plan.size - copied
+
+    def _map(self, slot: int) -> Mapped | None:
+        """The slot's segment; segments that the writer gave back are dropped on the way."""
+        for number, mapped in list(self._mapped.items()):
+            if mapped.generation != self.block.generation(number) or not self.block.size(number):
+                self._mapped.pop(number).drop()
+        if slot not in self._mapped:
+            generation = self.block.generation(slot)
+            memory = attach_segment(self.block.segment(slot))
+            if memory is None or generation != self.block.generation(slot):
+                return None
+            self._mapped[slot] = Mapped(generation, memory)
+        return self._mapped[slot]
+
+    def _read_layout(self, mapped: Mapped, slot: int, sequence: int) -> Layout | None:
+        length = 8 + int.from_bytes(mapped.memory[:8], "little")
+        header = mapped.memory[:length]
+        if self.block.sequence(slot) != sequence:
+            return None
+        self._layout = Layout.parse(header)
+        return self._layout
+
+    # Copying
+
+    def _moves(self, plan: Plan, mapped: Mapped, wanted: list[Target]) -> Moves:
+        if len(wanted) < len(plan.targets):
+            return moves(wanted, mapped)
+        if mapped.whole is None or mapped.whole[0] is not plan:
+            mapped.whole = plan, moves(wanted, mapped)
+        return mapped.whole[1]
+
+    def _copy(self, moves: Moves, mapped: Mapped, slot: int, sequence: int) -> bool:
+        """Renews the lease on the way. False if the slot was seen to be taken: then the rest is not worth copying."""
+        between = self._between
+        for batch in moves.small:
+            if not self._keep(slot, sequence):
+                return False
+            for target, source in batch:
+                target[:] = source
+                if between is not None:
+                    between()
+        for target, source, size in moves.large:
+            for at in range(0, size, RENEW):
+                if not self._keep(slot, sequence):
+                    return False
+                ctypes.memmove(target + at, source + at, min(RENEW, size - at))
+                if between is not None:
+                    between()
+        return not moves.other or self._copy_by_torch(moves.other, mapped, slot, sequence)
+
+    def _copy_by_torch(
+        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], mapped: Mapped, slot: int, sequence: int
+    ) -> bool:
+        """What is strided, converted, or on a device. GPUs copy beside what they run; it ends before this returns,
+        so that the sequence is looked at after the last byte was read."""
+        taken = False
+        with torch.inference_mode():
+            for target, source in pairs:
+                taken = not self._keep(slot, sequence)
+                if taken:
+                    break
+                if target.is_cuda:
+                    mapped.pin()
+                    with torch.cuda.stream(self._stream(target.device)):
+                        target.copy_(source, non_blocking=True)
+                else:
+                    target.copy_(source)
+                if self._between is not None:
+                    self._between()
+        for stream in self._streams.values():
+            stream.synchronize()
+        return not taken
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        """A stream for copies, behind what the engine has asked of the device so far."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        self._streams[device].wait_stream(torch.cuda.current_stream(device))
+        return self._streams[device]
+
+    def _keep(self, slot: int, sequence: int) -> bool:
+        self.block.lease(self._entry, slot, self.lease_s)
+        return self.block.sequence(slot) == sequence
+
+    def _verify(self, plan: Plan, mapped: Mapped, slot: int, sequence: int) -> bool:
+        """Checksum what is in the engine's tensors now. False if the slot was taken and it cannot be told."""
+        for target, held in zip(plan.targets, plan.held(), strict=True):
+            tensor, view = target.tensor, mapped.views[target.source]
+            if tensor.dtype != view.dtype:
+                landed = view  # converted on the way: the checksum is that of the source
+            elif is_plain(tensor):
+                landed = tensor
+            else:
+                landed = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format).resolve_neg()
+            if digest_of(landed.data_ptr(), target.size) == held:
+                continue
+            if landed is view and self.block.sequence(slot) != sequence:
+                return False
+            self.forget()
+            raise WeightsError(
+                f"tensor {target.name!r} does not have the checksum it was pushed with: something else writes to it "
+                "(call forget() after that) or memory is damaged; pull again"
+            )
+        return True
+
+
+def moves(targets: list[Target], mapped: Mapped) -> Moves:
+    """How to copy these. Neighbours in both the slot and the engine are copied as one."""
+    runs: list[list[int]] = []
+    other: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for target in targets:
+        if not target.plain:
+            other.append((target.tensor, mapped.views[target.source]))
+        elif target.size:
+            if runs and runs[-1][0] + runs[-1][2] == target.address and runs[-1][1] + runs[-1][2] == target.start:
+                runs[-1][2] += target.size
+            else:
+                runs.append([target.address, target.start, target.size])
+    large = [(address, mapped.address + start, size) for address, start, size in runs if size > SMALL]
+    small: list[list[tuple[memoryview, memoryview]]] = []
+    room = 0
+    source = memoryview(mapped.memory)
+    for address, start, size in runs:
+        if size <= SMALL:
+            if room < size:
+                small.append([])
+                room = RENEW
+            room -= size
+            small[-1].append((memoryview(raw(address, size)).cast("B"), source[start : start + size]))
+    return Moves(small, large, other)
