@@ -31,11 +31,13 @@ explore: $(READY)        ## every reachable state of small ledgers
 mutation: $(READY)       ## does a test notice each small change to staleflow/protocol?
 	$(BIN)/python scripts/mutation.py
 
-bench: $(READY)          ## speed of the ledger, the coordinator and the simulator
+bench: $(READY)          ## speed of the ledger, the coordinator, the simulator, the data servers and the engine
 	$(BIN)/python bench/ledger.py
 	$(BIN)/python bench/coordinator.py
 	$(BIN)/python bench/cycle.py
 	$(BIN)/python bench/simulator.py
+	$(BIN)/python bench/servers.py
+	$(BIN)/python bench/engine.py
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "StaleFlow needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": run make PYTHON=python3.11")'

@@ -298,9 +298,7 @@ def measure(shape: Shape, arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "mixes": mixes,
-        "steps": [
-            breakdown(engine, shape, n, context, steps) for n, context in ((1, 128), (16, 128), (64, 128), (64, 512))
-        ],
+        "steps": [breakdown(engine, shape, running, context, steps) for running, context in GRID],
         "pull": pull(engine, shape, 3 if arguments.quick else 7),
     }
 
@@ -320,9 +318,8 @@ def show(results: dict[str, Any]) -> None:
             verdict = "met" if cell["times_padded"] >= target else "MISSED"
             print(f"{mix:8}" + "".join(f"{value:>11}" for value in values) + f"  >= {target:g} {verdict}")
         columns = ("step_ms", "schedule", "attention", "matmul", "sampling", "rest")
-        print(
-            f"{'running':>8}{'context':>8}" + "".join(f"{column:>11}" for column in columns) + "   ms per decoding step"
-        )
+        print("milliseconds of a decoding step")
+        print(f"{'running':>8}{'context':>8}" + "".join(f"{column:>11}" for column in columns))
         for cell in found["steps"]:
             values = "".join(f"{cell[column]:11.2f}" for column in columns)
             print(f"{cell['running']:8}{cell['context']:8}{values}")

@@ -13,6 +13,7 @@ last event is durable. Rounds with the journal on disk and in memory alternate; 
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import resource
@@ -28,9 +29,10 @@ from typing import Any
 
 import numpy as np
 from weights import measure as measure_weights
+from weights import table as weights_table
 
 from staleflow.protocol import StalenessLedger
-from staleflow.servers.durable import DurableJournal
+from staleflow.servers.durable import SNAPSHOT_EVENTS, DurableJournal
 from staleflow.servers.journal import Journal, MemoryJournal
 from staleflow.servers.payloads import TOKEN_BYTES, Chunk, Limits, Payloads, pack
 from staleflow.servers.state import recover
@@ -72,8 +74,7 @@ class Driver:
         logprobs = -random.random(length)
         cuts = [*range(0, length, CHUNK), length]
         self.chunks = [
-            (end, Chunk.of(start, tokens[start:end], logprobs[start:end]))
-            for start, end in zip(cuts, cuts[1:], strict=False)
+            (end, Chunk.of(start, tokens[start:end], logprobs[start:end])) for start, end in itertools.pairwise(cuts)
         ]
         self.prompts = Prompts()
 
@@ -187,7 +188,7 @@ def memory(length: int, trajectories: int) -> dict[str, Any]:
 def recovery(folder: Path, events: int, snapshots: bool) -> dict[str, Any]:
     """Write so many events of short trajectories, and time how a new owner comes up."""
     path = folder / f"recovery{events}{snapshots}" / "journal.db"
-    journal = DurableJournal(path, **({} if snapshots else {"snapshot_events": 10**12}))
+    journal = DurableJournal(path, snapshot_events=SNAPSHOT_EVENTS if snapshots else 10**12)
     driver = Driver(journal, 16)
     recover(driver.server, journal)
     while journal.position < events:
@@ -274,7 +275,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
@@ -286,7 +287,8 @@ def main() -> None:
     table("Memory of live trajectories", result["memory"])
     table("Recovery", result["recovery"])
     table("The same bytes through several stores", result["stores"])
-    print("\nWeights: python bench/weights.py prints them as a table")
+    print("\nWeights")
+    print(weights_table(result["weights"]))
 
 
 if __name__ == "__main__":
