@@ -1,0 +1,197 @@
+"""Decoding on a GPU: one CUDA graph for a whole step, launched before the tokens of the step before it are looked at.
+
+A graph is recorded once for each size of batch (rounded up) and width of page tables, and then replayed: a step costs
+the CPU one launch. Rows that are only there to fill the batch up write to the null page. The graph keeps its own last
+tokens on the device, so the next step can be launched with ``tokens=None`` before anyone has read them. ::
+
+    graphs = DecodeGraphs(model, attention)
+    flight = graphs.launch(tokens, positions, tables, uniforms, temperatures)
+    following = graphs.launch(None, positions + 1, tables, uniforms, temperatures)
+    tokens, logprobs = flight.collect()
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from staleflow.rollout import cuda_kernels as kernels
+from staleflow.rollout.attention import Layout, PagedAttention
+from staleflow.rollout.model import Model
+from staleflow.rollout.rows import Ints
+
+Floats = npt.NDArray[np.float64]
+FROM_DEVICE = -1
+"""In place of a token: the one that the last step drew in this row."""
+
+
+class CudaAttention(PagedAttention):
+    """Entries, copies and prefill as on the CPU; decoding by a kernel that reads the pages where they are."""
+
+    def begin(self, layout: Layout) -> None:
+        self._slots = torch.from_numpy(layout.slots).to(self.device)
+        self._tables = torch.from_numpy(layout.tables.astype(np.int32)).to(self.device)
+        self._lengths = torch.from_numpy(layout.lengths.astype(np.int32)).to(self.device)
+        self._prefill = [(span, *self._context(span)) for span in layout.prefill]
+
+    def attend(self, layer: int, query: Tensor, entries: Tensor) -> Tensor:
+        held = self.entries[layer]
+        held.index_copy_(1, self._slots, entries.transpose(0, 1))
+        out = torch.empty_like(query)
+        rows = len(self._lengths)
+        if rows:
+            asking = query[:rows].contiguous()
+            found = kernels.attend(asking, held, self._tables, self._lengths, self.page_size, self.scale)
+            out[:rows] = found.view(rows, *query.shape[1:])
+        for span, mask, index in self._prefill:
+            self._prefill_span(self._by_page[layer], span, mask, index, query, entries, out)
+        return out.view(len(query), -1)
+
+
+def decode(model: Model, attention: PagedAttention, tokens: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+    """Logits of one token of each row."""
+    config = model.config
+    _, heads, kv_heads, head_dim = config.geometry
+    page, epsilon = attention.page_size, config.epsilon
+    lengths = positions + 1
+    x = functional.embedding(tokens, model.embedding)
+    y: Tensor | None = None
+    for layer, entries in zip(model.layers, attention.entries, strict=True):
+        normed = kernels.add_and_norm(x, y, layer.attention_norm, epsilon)
+        qkv = functional.linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, head_dim)
+        norms = layer.query_norm, layer.key_norm
+        query = kernels.rotate_and_store(qkv, norms, model.turns, positions, tables, entries, heads, page, epsilon)
+        found = kernels.attend(query, entries, tables, lengths, page, attention.scale)
+        y = functional.linear(found, layer.out, layer.out_bias)
+        normed = kernels.add_and_norm(x, y, layer.mlp_norm, epsilon)
+        gated = kernels.gate(functional.linear(normed, layer.gate_up, layer.gate_up_bias))
+        y = functional.linear(gated, layer.down, layer.down_bias)
+    return functional.linear(kernels.add_and_norm(x, y, model.norm, epsilon), model.head)
+
+
+class Flight(NamedTuple):
+    """A step on its way."""
+
+    rows: int
+    logits: Tensor
+    """Good until the next launch."""
+    tokens: Tensor
+    logprobs: Tensor
+    done: torch.cuda.Event
+
+    def collect(self) -> tuple[list[int], list[float]]:
+        """Wait for it. Tokens and log-probabilities; the latter are not finite where the logits were not."""
+        self.done.synchronize()
+        return self.tokens[: self.rows].tolist(), self.logprobs[: self.rows].tolist()
+
+
+class _Recorded(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+
+
+class DecodeGraphs:
+    def __init__(self, model: Model, attention: PagedAttention, most_rows: int, most_pages: int) -> None:
+        self._model = model
+        self._attention = attention
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        device = attention.device
+        rows, width = rows_for(most_rows), width_for(most_pages)
+        self._ints = torch.zeros(rows * (2 + width), dtype=torch.int32, device=device)
+        self._floats = torch.zeros(2 * rows, dtype=torch.float64, device=device)
+        self._last = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._staged = [_Staging(self._ints.numel(), rows) for _ in range(2)]
+        """One is filled while the device may still read the other."""
+        self._turn = 0
+
+    def launch(
+        self,
+        tokens: Ints | None,
+        positions: Ints,
+        tables: Ints,
+        uniforms: Floats,
+        temperatures: npt.NDArray[np.float32],
+    ) -> Flight:
+        """Start a step. ``tokens=None``: go on with what the last step drew, in the same order of rows."""
+        count = len(positions)
+        rows, width = rows_for(count), width_for(tables.shape[1])
+        staging = self._staged[self._turn]
+        self._turn = 1 - self._turn
+        staging.free.synchronize()  # the step before the last has read it
+        ints, floats = staging.ints.numpy(), staging.floats.numpy()
+        ints[:count] = FROM_DEVICE if tokens is None else tokens
+        ints[count:rows] = 0
+        ints[rows : rows + count] = positions
+        ints[rows + count : 2 * rows] = 0
+        pages = ints[2 * rows : 2 * rows + rows * width].reshape(rows, width)
+        pages[:count, : tables.shape[1]] = tables[:, :width]
+        pages[count:] = self._attention.null_page
+        floats[:count], floats[rows : rows + count] = uniforms, temperatures
+        floats[count:rows] = floats[rows + count : 2 * rows] = 0
+        size = rows * (2 + width)
+        self._ints[:size].copy_(staging.ints[:size], non_blocking=True)
+        self._floats[: 2 * rows].copy_(staging.floats[: 2 * rows], non_blocking=True)
+        recorded = self._recorded.get((rows, width)) or self._record(rows, width)
+        recorded.graph.replay()
+        staging.tokens[:rows].copy_(recorded.tokens, non_blocking=True)
+        staging.logprobs[:rows].copy_(recorded.logprobs, non_blocking=True)
+        staging.free.record()
+        return Flight(count, recorded.logits[:count], staging.tokens, staging.logprobs, staging.free)
+
+    def _record(self, rows: int, width: int) -> _Recorded:
+        """The step as a graph. Run once before: kernels are compiled and libraries make their work space."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        before = self._last.clone()
+        with torch.cuda.stream(side):
+            self._step(rows, width)
+        torch.cuda.current_stream().wait_stream(side)
+        self._last.copy_(before)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = self._step(rows, width)
+        recorded = self._recorded[rows, width] = _Recorded(graph, *outputs)
+        return recorded
+
+    def _step(self, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        given, positions = self._ints[:rows], self._ints[rows : 2 * rows]
+        tables = self._ints[2 * rows : 2 * rows + rows * width].view(rows, width)
+        tokens = torch.where(given == FROM_DEVICE, self._last[:rows], given.long())
+        logits = decode(self._model, self._attention, tokens, positions, tables)
+        uniforms, temperatures = self._floats[:rows], self._floats[rows : 2 * rows].float()
+        drawn, logprobs = kernels.pick(logits, temperatures, uniforms)
+        self._last[:rows].copy_(drawn)
+        return logits, drawn, logprobs
+
+
+class _Staging:
+    """Pinned memory for what goes to the device and what comes back."""
+
+    def __init__(self, ints: int, rows: int) -> None:
+        self.ints = torch.zeros(ints, dtype=torch.int32, pin_memory=True)
+        self.floats = torch.zeros(2 * rows, dtype=torch.float64, pin_memory=True)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, pin_memory=True)
+        self.logprobs = torch.zeros(rows, dtype=torch.float32, pin_memory=True)
+        self.free = torch.cuda.Event()
+
+
+def rows_for(count: int) -> int:
+    """Rows of the graph that serves so many: powers of two, and from 32 on four sizes between two of them."""
+    if count <= 32:
+        return 1 << max(0, count - 1).bit_length()
+    step = 1 << (count - 1).bit_length() - 3
+    return -(-count // step) * step
+
+
+def width_for(pages: int) -> int:
+    """Width of the page tables of the graph that serves so many pages for each sequence."""
+    width = 16
+    while width < pages:
+        width *= 4
+    return width

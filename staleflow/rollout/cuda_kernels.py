@@ -1,0 +1,290 @@
+"""Triton kernels for decoding on a GPU: attention over pages, and the small steps between two matrix products.
+
+Everything here works on one token for each sequence and on shapes that do not depend on data, so that a whole decoding
+step can be recorded as one CUDA graph. Entries are laid out as ``attention.py`` says: ``[2 * kv_heads, slots,
+head_dim]``, keys first, a slot being ``page * page_size + offset``.
+"""
+
+# Triton's language is not typed, and a kernel's pointers are not tensors.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, WARPS, STAGES = 64, 4, 3
+"""Tokens of context that a program looks at together, its warps, and the loads it has under way."""
+VOCABULARY_BLOCK = 2048
+PROGRAMS, LONGEST = 512, 4096
+"""So many programs keep a large GPU busy with attention, and one should not have more tokens than this: where sequences
+are few, or may be long, the context of each is split among several."""
+
+
+@triton.jit
+def _attend(
+    query, entries, tables, lengths, parts, maxima, sums, out, scale, slots, width,
+    heads: tl.constexpr, kv_heads: tl.constexpr, share: tl.constexpr, padded: tl.constexpr,
+    size: tl.constexpr, page: tl.constexpr, block: tl.constexpr, splits: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    """One sequence, one key head with the query heads that share it, one part of the context."""
+    row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + row)
+    chunk = tl.cdiv(tl.cdiv(length, splits), block) * block
+    begin = part * chunk
+    end = tl.minimum(begin + chunk, length)
+    head = tl.arange(0, padded)
+    place = tl.arange(0, size)
+    mine = (row * heads + kv_head * share + head) * splits + part
+    if begin >= end:
+        tl.store(sums + mine, tl.zeros([padded], tl.float32), mask=head < share)
+        tl.store(maxima + mine, tl.full([padded], float("-inf"), tl.float32), mask=head < share)
+        return
+    at = query + (row * heads + kv_head * share + head)[:, None] * size + place[None, :]
+    q = tl.load(at, mask=(head < share)[:, None], other=0.0)
+    best = tl.full([padded], float("-inf"), tl.float32)
+    total = tl.zeros([padded], tl.float32)
+    found = tl.zeros([padded, size], tl.float32)
+    keys = entries + kv_head.to(tl.int64) * slots * size
+    values = entries + (kv_heads + kv_head).to(tl.int64) * slots * size
+    for first in range(begin, end, block):
+        token = first + tl.arange(0, block)
+        here = token < end
+        number = tl.load(tables + row * width + token // page, mask=here, other=0).to(tl.int64)
+        offset = (number * page + token % page)[:, None] * size + place[None, :]
+        k = tl.load(keys + offset, mask=here[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=precision) * (scale * 1.4426950408889634)
+        scores = tl.where(here[None, :], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(best - higher)
+        v = tl.load(values + offset, mask=here[:, None], other=0.0)
+        found = found * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=precision)
+        total = total * shrink + tl.sum(weights, 1)
+        best = higher
+    if splits == 1:
+        at = out + (row * heads + kv_head * share + head)[:, None] * size + place[None, :]
+        tl.store(at, (found / total[:, None]).to(out.dtype.element_ty), mask=(head < share)[:, None])
+    else:
+        tl.store(parts + mine[:, None] * size + place[None, :], found, mask=(head < share)[:, None])
+        tl.store(maxima + mine, best, mask=head < share)
+        tl.store(sums + mine, total, mask=head < share)
+
+
+@triton.jit
+def _combine(parts, maxima, sums, out, size: tl.constexpr, splits: tl.constexpr, padded: tl.constexpr):
+    """Join the parts of one query head."""
+    head = tl.program_id(0)
+    part = tl.arange(0, padded)
+    place = tl.arange(0, size)
+    there = part < splits
+    best = tl.load(maxima + head * splits + part, mask=there, other=float("-inf"))
+    total = tl.load(sums + head * splits + part, mask=there, other=0.0)
+    weight = tl.exp2(best - tl.max(best, 0))
+    at = parts + (head * splits + part)[:, None] * size + place[None, :]
+    found = tl.load(at, mask=(total > 0)[:, None], other=0.0)
+    joined = tl.sum(found * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(out + head * size + place, joined.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv, query_norm, key_norm, cos, sin, positions, tables, query, entries, epsilon, slots, width,
+    heads: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr, page: tl.constexpr, normed: tl.constexpr,
+):  # fmt: skip
+    """One head of one token: norm, rotation, and where it belongs. Values are only stored."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    size: tl.constexpr = 2 * half
+    place = tl.arange(0, half)
+    source = qkv + (row * (heads + 2 * kv_heads) + head) * size + place
+    low = tl.load(source).to(tl.float32)
+    high = tl.load(source + half).to(tl.float32)
+    position = tl.load(positions + row)
+    number = tl.load(tables + row * width + position // page).to(tl.int64)
+    slot = number * page + position % page
+    kind = entries.dtype.element_ty
+    if head < heads + kv_heads:
+        if normed:
+            first = tl.where(head < heads, tl.load(query_norm + place), tl.load(key_norm + place))
+            second = tl.where(head < heads, tl.load(query_norm + half + place), tl.load(key_norm + half + place))
+            scale = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / size + epsilon)
+            low = (low * scale).to(kind).to(tl.float32) * first.to(tl.float32)
+            high = (high * scale).to(kind).to(tl.float32) * second.to(tl.float32)
+        angle = position * size + place
+        cosine, sine = tl.load(cos + angle).to(tl.float32), tl.load(sin + half + angle).to(tl.float32)
+        low, high = low * cosine - high * sine, high * cosine + low * sine
+    if head < heads:
+        target = query + (row * heads + head) * size + place
+        tl.store(target, low.to(kind))
+        tl.store(target + half, high.to(kind))
+    else:
+        target = entries + ((head - heads).to(tl.int64) * slots + slot) * size + place
+        tl.store(target, low.to(kind))
+        tl.store(target + half, high.to(kind))
+
+
+@triton.jit
+def _add_and_norm(x, y, weight, out, epsilon, size, block: tl.constexpr, adds: tl.constexpr):
+    row = tl.program_id(0)
+    place = tl.arange(0, block)
+    here = place < size
+    value = tl.load(x + row * size + place, mask=here, other=0.0)
+    if adds:
+        value = value + tl.load(y + row * size + place, mask=here, other=0.0)
+        tl.store(x + row * size + place, value, mask=here)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + epsilon)
+    normed = (wide * scale) * tl.load(weight + place, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + row * size + place, normed.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _gate(both, out, wide, block: tl.constexpr):
+    row, part = tl.program_id(0), tl.program_id(1)
+    place = part * block + tl.arange(0, block)
+    here = place < wide
+    source = both + row * 2 * wide + place
+    gate = tl.load(source, mask=here, other=0.0).to(tl.float32)
+    up = tl.load(source + wide, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + row * wide + place, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _vocabulary_blocks(logits, temperatures, maxima, sums, vocabulary, blocks, block: tl.constexpr):
+    """The largest logit of a block of the vocabulary, and the sum of its weights relative to that."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    place = part * block + tl.arange(0, block)
+    temperature = tl.load(temperatures + row)
+    heat = tl.where(temperature == 0, 1.0, temperature)
+    at = logits + row.to(tl.int64) * vocabulary + place
+    value = tl.load(at, mask=place < vocabulary, other=float("-inf")).to(tl.float32) / heat
+    best = tl.max(value, 0)
+    tl.store(maxima + row * blocks + part, best)
+    tl.store(sums + row * blocks + part, tl.sum(tl.exp(value - best), 0))
+
+
+@triton.jit
+def _pick(
+    logits, temperatures, uniforms, maxima, sums, tokens, logprobs, vocabulary, blocks,
+    block: tl.constexpr, padded: tl.constexpr,
+):  # fmt: skip
+    """The token at which the cumulated distribution exceeds the row's uniform number; the likeliest if greedy."""
+    row = tl.program_id(0)
+    part = tl.arange(0, padded)
+    there = part < blocks
+    highest = tl.load(maxima + row * blocks + part, mask=there, other=float("-inf"))
+    best = tl.max(highest, 0)
+    mass = tl.load(sums + row * blocks + part, mask=there, other=0.0) * tl.exp(highest - best)
+    upto = tl.cumsum(mass.to(tl.float64), 0)
+    total = tl.max(upto, 0)
+    target = tl.load(uniforms + row) * total
+    greedy = tl.load(temperatures + row) == 0
+    drawn = tl.minimum(tl.sum((upto <= target).to(tl.int32), 0), blocks - 1)
+    likeliest = tl.min(tl.where(highest == best, part, padded), 0)
+    hit = tl.minimum(tl.where(greedy, likeliest, drawn), blocks - 1)
+    before = tl.sum(tl.where(part == hit, upto - mass, 0.0), 0)
+    place = hit * block + tl.arange(0, block)
+    heat = tl.load(temperatures + row)
+    heat = tl.where(heat == 0, 1.0, heat)
+    at = logits + row.to(tl.int64) * vocabulary + place
+    value = tl.load(at, mask=place < vocabulary, other=float("-inf")).to(tl.float32) / heat
+    weight = tl.exp(value - best)
+    inner = tl.cumsum(weight, 0)
+    # The block's sum and its running sum are rounded differently: never step past its last possible token.
+    rest = tl.minimum((target - before).to(tl.float32), tl.max(inner, 0) * (1 - 1e-7))
+    lane = tl.arange(0, block)
+    inside = tl.sum((inner <= rest).to(tl.int32), 0)
+    top = tl.min(tl.where(value == tl.max(value, 0), lane, block), 0)
+    chosen = tl.minimum(tl.where(greedy, top, inside), block - 1)
+    token = tl.minimum(hit * block + chosen, vocabulary - 1)
+    logit = tl.sum(tl.where(lane == token - hit * block, value, 0.0), 0)
+    tl.store(tokens + row, token)
+    tl.store(logprobs + row, logit - best - tl.log(total.to(tl.float32)))
+
+
+def splits_for(sequences: int, kv_heads: int, tokens: int) -> int:
+    """Into how many parts to cut each context, of at most so many tokens."""
+    splits = 1
+    while splits < 32 and (sequences * kv_heads * splits < PROGRAMS or tokens > splits * LONGEST):
+        splits *= 2
+    return splits
+
+
+def attend(query: Tensor, entries: Tensor, tables: Tensor, lengths: Tensor, page: int, scale: float) -> Tensor:
+    """``query [rows, heads, head_dim]`` over the pages of each row. Returns ``[rows, heads * head_dim]``."""
+    rows, heads, size = query.shape
+    kv_heads, share = entries.shape[0] // 2, heads // (entries.shape[0] // 2)
+    splits = splits_for(rows, kv_heads, tables.shape[1] * page)
+    out = torch.empty(rows, heads * size, dtype=query.dtype, device=query.device)
+    parts = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=query.device)
+    maxima, sums = torch.empty(2, rows, heads, splits, dtype=torch.float32, device=query.device)
+    _attend[(rows, kv_heads, splits)](
+        query, entries, tables, lengths, parts, maxima, sums, out, scale, entries.shape[1], tables.shape[1],
+        heads=heads, kv_heads=kv_heads, share=share, padded=max(16, triton.next_power_of_2(share)),
+        size=size, page=page, block=BLOCK, splits=splits, num_warps=WARPS, num_stages=STAGES,
+        precision="ieee" if query.dtype == torch.float32 else "tf32",
+    )  # fmt: skip
+    if splits > 1:
+        padded = triton.next_power_of_2(splits)
+        _combine[(rows * heads,)](parts, maxima, sums, out, size=size, splits=splits, padded=padded, num_warps=1)
+    return out
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    norms: tuple[Tensor | None, Tensor | None],
+    turns: tuple[Tensor, Tensor],
+    positions: Tensor,
+    tables: Tensor,
+    entries: Tensor,
+    heads: int,
+    page: int,
+    epsilon: float,
+) -> Tensor:
+    """Put the keys and values of ``qkv [rows, heads + 2 * kv_heads, head_dim]`` in their pages; return the queries."""
+    rows, every, size = qkv.shape
+    query = torch.empty(rows, heads, size, dtype=qkv.dtype, device=qkv.device)
+    query_norm, key_norm = norms
+    normed = query_norm is not None
+    _rotate_and_store[(rows, every)](
+        qkv, query_norm if normed else qkv, key_norm if normed else qkv, *turns, positions, tables, query, entries,
+        epsilon, entries.shape[1], tables.shape[1], heads=heads, kv_heads=(every - heads) // 2, half=size // 2,
+        page=page, normed=normed, num_warps=1,
+    )  # fmt: skip
+    return query
+
+
+def add_and_norm(x: Tensor, y: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+    """``x += y`` in place, and its norm."""
+    rows, size = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    _add_and_norm[(rows,)](x, x if y is None else y, weight, out, epsilon, size, block=block, adds=y is not None)
+    return out
+
+
+def gate(both: Tensor) -> Tensor:
+    """``silu(first half) * second half``."""
+    rows, wide = both.shape[0], both.shape[1] // 2
+    out = torch.empty(rows, wide, dtype=both.dtype, device=both.device)
+    block = min(1024, triton.next_power_of_2(wide))
+    _gate[(rows, triton.cdiv(wide, block))](both, out, wide, block=block)
+    return out
+
+
+def pick(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities, one for each row of ``logits [rows, vocabulary]``."""
+    rows, vocabulary = logits.shape
+    blocks = triton.cdiv(vocabulary, VOCABULARY_BLOCK)
+    maxima, sums = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
+    _vocabulary_blocks[(rows, blocks)](
+        logits, temperatures, maxima, sums, vocabulary, blocks, block=VOCABULARY_BLOCK, num_warps=4
+    )
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    padded = triton.next_power_of_2(blocks)
+    _pick[(rows,)](
+        logits, temperatures, uniforms, maxima, sums, tokens, logprobs, vocabulary, blocks,
+        block=VOCABULARY_BLOCK, padded=padded, num_warps=4,
+    )  # fmt: skip
+    return tokens, logprobs

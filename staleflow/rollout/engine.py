@@ -1,0 +1,186 @@
+"""The interface every rollout engine implements, and the values that cross it.
+
+An engine decodes trajectories under one version of the weights at a time. Its owner calls everything from one thread;
+between two calls the engine is at a step boundary, so weights and requests may change there and nowhere else. What is
+wrong with one request comes back as ``Failed`` in the next step's output and harms no other request; what is wrong
+with the engine itself raises ``EngineError``. ::
+
+    engine.submit([Request("t1", epoch=1, prompt=tokens, group="g1", sampling=Sampling(max_tokens=256))])
+    while engine.busy:
+        output = engine.step()
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from staleflow.servers.lifecycle import Spans
+
+Reason = Literal["stop", "length", "capacity", "interrupted"]
+"""Why generation ended: a stop token or string; its token limit; no room in KV memory even with the engine to itself,
+or the model's last position; it was interrupted and can be resumed anywhere."""
+
+
+class EngineError(ValueError):
+    """The engine cannot start or go on as asked. The message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. Truncation works in this order: temperature, top-k, top-p, min-p.
+
+    Greedy decoding is ``temperature=0``. The log-probability reported with a token is the one it was really drawn
+    with, after temperature, truncation and renormalisation; greedy tokens, whose own distribution is a point mass, get
+    the log-probability of the untouched model (temperature 1), because that is what a trainer can use.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    min_p: float = 0.0
+    max_tokens: int = 1024
+    """Tokens of the whole trajectory after the prompt, those generated before an interruption included."""
+    stop_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    """The tokens that complete a stop string are kept, as is a stop token: the trainer must see them."""
+    seed: int | None = None
+    """None: made from the request's name, so that a trajectory draws the same tokens wherever it runs."""
+
+    def problem(self, vocabulary: int) -> str | None:
+        """What is wrong with it, in one line; None if nothing."""
+        if not 0 <= self.temperature < float("inf"):
+            return f"temperature is {self.temperature}: give 0 (greedy) or a positive number"
+        if not 0 < self.top_p <= 1:
+            return f"top_p is {self.top_p}: give a number above 0 and up to 1 (1: no limit)"
+        if self.top_k < 0:
+            return f"top_k is {self.top_k}: give 0 (no limit) or a positive number"
+        if not 0 <= self.min_p <= 1:
+            return f"min_p is {self.min_p}: give a number from 0 (no limit) to 1"
+        if self.max_tokens < 1:
+            return f"max_tokens is {self.max_tokens}: give at least 1"
+        for token in self.stop_tokens:
+            if not 0 <= token < vocabulary:
+                return f"stop token {token} is unknown: the model's tokens are 0 to {vocabulary - 1}"
+        if "" in self.stop_strings:
+            return "a stop string is empty: remove it"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One trajectory, from its beginning or from where it was interrupted."""
+
+    name: str
+    epoch: int
+    prompt: Sequence[int]
+    tokens: Sequence[int] = ()
+    """What was generated before, on whatever engine, with its log-probabilities and version spans."""
+    logprobs: Sequence[float] = ()
+    spans: Spans = ()
+    group: str | None = None
+    """Requests of one group have the same prompt, which is then prefilled once."""
+    sampling: Sampling = Sampling()
+
+
+class Progress(NamedTuple):
+    """New tokens of a request that goes on or ends with this step."""
+
+    name: str
+    epoch: int
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Result(NamedTuple):
+    """A request that left the engine: all its tokens after the prompt, whoever generated them."""
+
+    name: str
+    epoch: int
+    reason: Reason
+    tokens: list[int]
+    logprobs: list[float]
+    spans: Spans
+    kv_version: int
+    """Oldest weights behind any KV entry it attended to; below the tokens' version only with ``kv_on_pull="keep"``."""
+
+
+class Failed(NamedTuple):
+    name: str
+    epoch: int
+    message: str
+
+
+class StepOutput(NamedTuple):
+    """What happened since the previous step. A request is in at most one of the last three."""
+
+    version: int
+    """Under which the tokens in ``progress`` were made."""
+    progress: list[Progress]
+    finished: list[Result]
+    returned: list[Result]
+    """Interrupted ones."""
+    failed: list[Failed]
+
+
+class EngineSnapshot(NamedTuple):
+    version: int
+    running: int
+    waiting: int
+    context: int
+    """Tokens of all running requests."""
+    kv_used: int
+    kv_free: int
+    """In tokens. Pages that only cache a prefix count as free: they go when memory is needed."""
+    kv_total: int
+    max_running: int
+    kv_version: int
+    """Oldest weights behind any KV entry of a running request."""
+    step: tuple[int, int, float] | None = None
+    """The latest step that only decoded: sequences, tokens of context, seconds."""
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """The parameter server as an engine sees it."""
+
+    def pull(self, into: Mapping[str, Any], at_least: int) -> int:
+        """Copy the newest weights, of version ``at_least`` or later, into these tensors; returns their version."""
+        ...
+
+
+Load = Callable[[Mapping[str, Any]], int]
+"""Fills the engine's tensors, by their Hugging Face names, and returns the version that they now hold."""
+
+
+class Engine(Protocol):
+    @property
+    def busy(self) -> bool:
+        """Whether ``step`` has anything to do or to report."""
+        ...
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue them in this order. One that cannot be served is reported as failed by the next step."""
+        ...
+
+    def interrupt(self, names: Sequence[str]) -> None:
+        """Return these at the next step boundary with all they have. Unknown names are ignored."""
+        ...
+
+    def abort(self, names: Sequence[str]) -> None:
+        """Drop these; nothing more is reported about them. Unknown names are ignored."""
+        ...
+
+    def step(self) -> StepOutput:
+        """Decode one token of every running request, prefill some of the others, report."""
+        ...
+
+    def pull(self, source: WeightSource | Load, version: int) -> int:
+        """Replace the weights by ``version`` or later, keeping every request. Returns the version now held."""
+        ...
+
+    def snapshot(self) -> EngineSnapshot: ...
+
+    def close(self) -> None:
+        """Free what it holds. Repeating it is harmless."""
+        ...

@@ -1,0 +1,136 @@
+"""Measure what decoding steps of the built-in engine take on this machine, and fit the coordinator's cost model.
+
+Each cell of a grid runs so many sequences with so much context. Their prompts are not computed, only taken as computed:
+entries of any value take the same time. Cells are visited in random order, again and again, and the median counts. ::
+
+    profile = measure(engine, Grid(running=(1, 4, 16), contexts=(64, 512)))
+    profile.model, profile.errors
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any, NamedTuple
+
+from staleflow.coordinator.cost import CostModel
+from staleflow.rollout.builtin import TorchEngine
+from staleflow.rollout.engine import Request, Sampling
+from staleflow.rollout.fit import Errors, Point, fit
+
+WARM_STEPS, STEPS = 3, 8
+ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    running: tuple[int, ...]
+    contexts: tuple[int, ...]
+    """Tokens of each sequence."""
+
+    @classmethod
+    def up_to(cls, running: int, context: int) -> "Grid":
+        """Powers of two, and of four."""
+        return cls(_steps(running, 1, 2), _steps(context, 64, 4))
+
+
+def _steps(most: int, first: int, factor: int) -> tuple[int, ...]:
+    found = [min(first, most)]
+    while found[-1] < most:
+        found.append(min(found[-1] * factor, most))
+    return tuple(found)
+
+
+class Profile(NamedTuple):
+    model: CostModel
+    errors: Errors
+    points: list[Point]
+    prefill: list[tuple[int, float]]
+    """Tokens, and seconds of a step that prefills them."""
+
+    def as_values(self) -> dict[str, Any]:
+        """As plain values, for JSON. Names of the paper beside ours."""
+        model = self.model
+        return {
+            "coefficients": {name: getattr(model, name) for name in type(model).__slots__},
+            "paper": {
+                "k1": model.per_context_token,
+                "k2": model.floor,
+                "k3": model.per_sequence,
+                "k4": model.fixed,
+            },
+            "error": self.errors._asdict(),
+            "points": [point._asdict() for point in self.points],
+            "prefill": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in self.prefill],
+        }
+
+
+def measure(engine: TorchEngine, grid: Grid, told: Callable[[str], None] = lambda _: None) -> Profile:
+    """Visit every cell that fits into the engine. ``told`` hears how far it is."""
+    cells = [
+        (running, context)
+        for running in grid.running
+        for context in grid.contexts
+        if running <= engine.options.max_running and running * pages(engine, context) <= engine.pool.total * 0.9
+    ]
+    if len(cells) < 4 or len({running for running, _ in cells}) < 2:
+        raise ValueError(
+            f"only {len(cells)} cells of the grid fit into {engine.options.kv_tokens} tokens of KV memory and "
+            f"{engine.options.max_running} sequences: raise kv_tokens, or ask for less context"
+        )
+    seen: dict[tuple[int, int], list[Point]] = {cell: [] for cell in cells}
+    random = Random(1)
+    for turn in range(ROUNDS):
+        random.shuffle(cells)
+        for at, cell in enumerate(cells):
+            seen[cell].append(_decode(engine, *cell))
+            told(f"round {turn + 1} of {ROUNDS}: {at + 1} of {len(cells)} cells")
+    points = [_median(each) for _, each in sorted(seen.items())]
+    prefill = [(tokens, _prefill(engine, tokens)) for tokens in _prefill_sizes(engine)]
+    (few, less), (many, more) = prefill[0], prefill[-1]
+    model, errors = fit(points, max(0.0, (more - less) / (many - few)))
+    return Profile(model, errors, points, prefill)
+
+
+def pages(engine: TorchEngine, context: int) -> int:
+    return engine.pool.pages_for(context + WARM_STEPS + STEPS + 2)
+
+
+def _decode(engine: TorchEngine, running: int, context: int) -> Point:
+    prompt = [1] * context
+    names = [f"profile {at}" for at in range(running)]
+    engine.submit([Request(name, 1, prompt, sampling=Sampling(max_tokens=10**9)) for name in names])
+    engine.scheduler.assume_computed()
+    times: list[float] = []
+    for at in range(WARM_STEPS + STEPS):
+        began = time.perf_counter()
+        made = engine.step().progress
+        if at >= WARM_STEPS:
+            times.append(time.perf_counter() - began)
+        assert len(made) == running, "a sequence did not decode"
+    engine.abort(names)
+    engine.pool.forget()
+    grown = context + WARM_STEPS + STEPS // 2
+    return Point(running, running * grown, statistics.median(times))
+
+
+def _median(points: list[Point]) -> Point:
+    return Point(points[0].running, points[0].context, statistics.median(point.seconds for point in points))
+
+
+def _prefill_sizes(engine: TorchEngine) -> tuple[int, int]:
+    most = min(engine.options.prefill_tokens, engine.capacity - 2)
+    return max(1, most // 4), most
+
+
+def _prefill(engine: TorchEngine, tokens: int) -> float:
+    times: list[float] = []
+    for turn in range(ROUNDS + 1):
+        engine.submit([Request("profile", 1, [turn + 1] * tokens, sampling=Sampling(max_tokens=2))])
+        began = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - began)
+        engine.abort(["profile"])
+        engine.pool.forget()
+    return statistics.median(times[1:])

@@ -1,0 +1,154 @@
+"""The engine on a GPU: the kernels against plain arithmetic, and whole runs against transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from staleflow.rollout.engine import Request, Sampling
+from staleflow.servers.weights import LocalParameterServer
+from tests.rollout.conftest import KINDS, VOCABULARY, Tiny, drain, greedy, prompt
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+CUDA = torch.device("cuda")
+
+if torch.cuda.is_available():
+    from staleflow.rollout import cuda_kernels as kernels
+
+
+def attended(query: Any, entries: Any, tables: Any, lengths: Any, page: int) -> torch.Tensor:
+    kv_heads, heads = entries.shape[0] // 2, query.shape[1]
+    out = torch.zeros(query.shape, device=CUDA)
+    for row, length in enumerate(lengths.tolist()):
+        at = torch.arange(length, device=CUDA)
+        slots = tables[row].long()[at // page] * page + at % page
+        keys, values = entries[:, slots].float().repeat_interleave(heads // kv_heads, 0).chunk(2)
+        weights = torch.softmax(query[row].float()[:, None] @ keys.transpose(1, 2) * query.shape[2] ** -0.5, -1)
+        out[row] = (weights @ values)[:, 0]
+    return out.view(len(query), -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "size"), [(5, 6, 2, 32), (9, 14, 2, 64), (300, 12, 2, 128)])
+def test_attention_over_pages(rows: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
+    page, width = 32, 16
+    torch.manual_seed(rows)
+    query = torch.randn(rows, heads, size, device=CUDA).to(dtype)
+    entries = torch.randn(2 * kv_heads, (rows * width + 1) * page, size, device=CUDA).to(dtype)
+    tables = torch.randperm(rows * width, device=CUDA).int().view(rows, width)
+    lengths = torch.randint(1, width * page + 1, (rows,), device=CUDA, dtype=torch.int32)
+    found = kernels.attend(query, entries, tables, lengths, page, size**-0.5).float()
+    assert (found - attended(query, entries, tables, lengths, page)).abs().max() < (
+        1e-5 if dtype is torch.float32 else 2e-2
+    )
+
+
+def test_picking_follows_the_distribution() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(64, 151_936, device=CUDA) * 3
+    heat = torch.ones(64, device=CUDA)
+    heat[::3], heat[1::3] = 0, 0.7
+    uniforms = torch.rand(64, dtype=torch.float64, device=CUDA)
+    tokens, logprobs = kernels.pick(logits, heat, uniforms)
+    every = torch.log_softmax(logits.double() / torch.where(heat == 0, 1, heat)[:, None], -1)
+    drawn = (every.exp().cumsum(-1) <= uniforms[:, None]).sum(-1)
+    assert torch.equal(tokens, torch.where(heat == 0, logits.argmax(-1), drawn))
+    assert (logprobs - every.gather(1, tokens[:, None])[:, 0]).abs().max() < 1e-4
+
+
+def test_norm_and_gate() -> None:
+    torch.manual_seed(2)
+    x, y, weight = torch.randn(3, 1536, device=CUDA), torch.randn(3, 1536, device=CUDA), torch.rand(1536, device=CUDA)
+    before = x.clone()
+    found = kernels.add_and_norm(x, y, weight, 1e-6)
+    assert torch.allclose(x, before + y)
+    assert torch.allclose(found, functional.rms_norm(before + y, (1536,), weight, 1e-6), atol=1e-5)
+    assert torch.allclose(kernels.gate(x), functional.silu(x[:, :768]) * x[:, 768:], atol=1e-5)
+
+
+def options(**rest: Any) -> dict[str, Any]:
+    return {"device": "cuda", "page_size": 16, "kv_tokens": 4096, "prefill_tokens": 24, **rest}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "llama-scaled-rope"])
+def test_greedy_decoding_equals_transformers(tiny: Callable[..., Tiny], kind: str) -> None:
+    model = tiny(kind)
+    engine = model.engine(**options())
+    lengths = (1, 5, 17, 33, 60)
+    engine.submit([Request(f"t{n}", 1, prompt(n), sampling=greedy(30)) for n in lengths])
+    finished, failed, _ = drain(engine)
+    assert not failed
+    for n in lengths:
+        result = finished[f"t{n}"]
+        assert result.tokens == model.greedy(prompt(n), 30)
+        assert result.logprobs == pytest.approx(model.logprobs(prompt(n), result.tokens), abs=1e-4)
+
+
+def test_samples_are_those_of_the_cpu(tiny: Callable[..., Tiny]) -> None:
+    """One uniform number for each token: the device draws the same, but for a rounding error in thousands."""
+    model = tiny("llama")
+    requests = [
+        Request(
+            f"t{at}",
+            1,
+            prompt(5 + at),
+            sampling=Sampling(temperature=0.8, max_tokens=20, top_k=5 if at % 4 == 0 else 0),
+        )
+        for at in range(24)
+    ]
+    results: list[dict[str, Any]] = []
+    for device in ("cpu", "cuda"):
+        engine = model.engine(**options(device=device, max_running=24))
+        engine.submit(requests)
+        results.append(drain(engine)[0])
+    same = sum(results[0][each.name].tokens == results[1][each.name].tokens for each in requests)
+    assert same >= 22
+
+
+def test_weights_pulled_from_shared_memory_are_used_at_once(tiny: Callable[..., Tiny], tmp_path: Path) -> None:
+    one, other = tiny("llama", 0), tiny("llama", 1)
+    with LocalParameterServer.create("cuda", registry=tmp_path) as server:
+        server.push(1, other.tensors())
+        engine = one.engine(**options())
+        engine.submit([Request("t", 1, prompt(9), sampling=greedy(30))])
+        for _ in range(12):
+            engine.step()
+        with LocalParameterServer.attach("cuda", registry=tmp_path) as reader:
+            assert engine.pull(reader, 1) == 1
+            result = drain(engine)[0]["t"]
+    (_, before), (_, after) = result.spans
+    assert before + after == 30
+    assert result.tokens[:before] == one.greedy(prompt(9), before)
+    assert result.tokens[before:] == other.greedy(prompt(9) + result.tokens[:before], after)
+
+
+def test_weights_that_are_no_numbers_fail_the_request(tiny: Callable[..., Tiny]) -> None:
+    engine = tiny("llama").engine(**options())
+    engine.submit([Request("t", 1, prompt(9), sampling=greedy(30))])
+    for _ in range(5):
+        engine.step()
+    engine.pull(lambda into: [into["model.norm.weight"].fill_(float("nan")), 1][1], 1)
+    _, failed, _ = drain(engine)
+    assert "model.norm.weight has some in version 1" in failed[0].message
+
+
+def test_sampling_is_exact_by_chi_square(tiny: Callable[..., Tiny]) -> None:
+    model = tiny("llama")
+    engine = model.engine(**options(max_running=512, kv_tokens=40_000))
+    count = 4_000
+    engine.submit([Request(f"t{at}", 1, prompt(6), sampling=Sampling(max_tokens=2)) for at in range(count)])
+    finished, _, _ = drain(engine)
+    first: dict[int, list[int]] = {}
+    for result in finished.values():
+        first.setdefault(result.tokens[0], []).append(result.tokens[1])
+    token, drawn = max(first.items(), key=lambda item: len(item[1]))
+    expected = torch.softmax(model.logits([*prompt(6), token])[-1], -1).numpy() * len(drawn)
+    counts = np.bincount(drawn, minlength=VOCABULARY)
+    large = expected >= 5
+    statistic = float(((counts - expected)[large] ** 2 / expected[large]).sum())
+    freedom = int(large.sum()) - 1
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
