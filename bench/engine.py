@@ -299,7 +299,7 @@ def measure(shape: Shape, arguments: argparse.Namespace) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "mixes": mixes,
         "steps": [breakdown(engine, shape, running, context, steps) for running, context in GRID],
-        "pull": pull(engine, shape, 3 if arguments.quick else 7),
+        "pull": pull(engine, shape, 7 if shape.name == "135M" else 31),
     }
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from staleflow import __version__
+from staleflow.rollout import profile_command as profile
 from staleflow.simulate import command as simulate
 
 
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train = commands.add_parser("train", help="the main job (in this version: a simulated run)")
     train.set_defaults(run=run_train)
     simulate.add_parser(commands)
+    profile.add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
     if unknown := [each for each in rest if each.startswith("-") or "overrides" not in options]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; see staleflow {options.command} --help")

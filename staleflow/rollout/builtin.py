@@ -235,6 +235,8 @@ class TorchEngine:
     def _take_out(self, names: Many[str]) -> list[Sequence]:
         found = [self._requests.pop(name) for name in dict.fromkeys(names) if name in self._requests]
         self.scheduler.discard_waiting(sequence.request.name for sequence in found)
+        if not self._requests:
+            self._ahead = None  # nobody is left to hear of it
         return found
 
     def _release(self, sequence: Sequence, keep: bool = True) -> None:

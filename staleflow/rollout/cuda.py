@@ -193,5 +193,5 @@ def width_for(pages: int) -> int:
     """Width of the page tables of the graph that serves so many pages for each sequence."""
     width = 16
     while width < pages:
-        width *= 4
+        width *= 2
     return width

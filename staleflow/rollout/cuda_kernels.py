@@ -25,7 +25,8 @@ are few, or may be long, the context of each is split among several."""
 def _attend(
     query, entries, tables, lengths, parts, maxima, sums, out, scale, slots, width,
     heads: tl.constexpr, kv_heads: tl.constexpr, share: tl.constexpr, padded: tl.constexpr,
-    size: tl.constexpr, page: tl.constexpr, block: tl.constexpr, splits: tl.constexpr, precision: tl.constexpr,
+    size: tl.constexpr, wide: tl.constexpr, page: tl.constexpr, block: tl.constexpr, splits: tl.constexpr,
+    precision: tl.constexpr,
 ):  # fmt: skip
     """One sequence, one key head with the query heads that share it, one part of the context."""
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -34,17 +35,19 @@ def _attend(
     begin = part * chunk
     end = tl.minimum(begin + chunk, length)
     head = tl.arange(0, padded)
-    place = tl.arange(0, size)
+    place = tl.arange(0, wide)
+    inside = place < size
+    asked = (head < share)[:, None] & inside[None, :]
     mine = (row * heads + kv_head * share + head) * splits + part
     if begin >= end:
         tl.store(sums + mine, tl.zeros([padded], tl.float32), mask=head < share)
         tl.store(maxima + mine, tl.full([padded], float("-inf"), tl.float32), mask=head < share)
         return
     at = query + (row * heads + kv_head * share + head)[:, None] * size + place[None, :]
-    q = tl.load(at, mask=(head < share)[:, None], other=0.0)
+    q = tl.load(at, mask=asked, other=0.0)
     best = tl.full([padded], float("-inf"), tl.float32)
     total = tl.zeros([padded], tl.float32)
-    found = tl.zeros([padded, size], tl.float32)
+    found = tl.zeros([padded, wide], tl.float32)
     keys = entries + kv_head.to(tl.int64) * slots * size
     values = entries + (kv_heads + kv_head).to(tl.int64) * slots * size
     for first in range(begin, end, block):
@@ -52,75 +55,85 @@ def _attend(
         here = token < end
         number = tl.load(tables + row * width + token // page, mask=here, other=0).to(tl.int64)
         offset = (number * page + token % page)[:, None] * size + place[None, :]
-        k = tl.load(keys + offset, mask=here[:, None], other=0.0)
+        there = here[:, None] & inside[None, :]
+        k = tl.load(keys + offset, mask=there, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=precision) * (scale * 1.4426950408889634)
         scores = tl.where(here[None, :], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(best - higher)
-        v = tl.load(values + offset, mask=here[:, None], other=0.0)
+        v = tl.load(values + offset, mask=there, other=0.0)
         found = found * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=precision)
         total = total * shrink + tl.sum(weights, 1)
         best = higher
     if splits == 1:
         at = out + (row * heads + kv_head * share + head)[:, None] * size + place[None, :]
-        tl.store(at, (found / total[:, None]).to(out.dtype.element_ty), mask=(head < share)[:, None])
+        tl.store(at, (found / total[:, None]).to(out.dtype.element_ty), mask=asked)
     else:
-        tl.store(parts + mine[:, None] * size + place[None, :], found, mask=(head < share)[:, None])
+        tl.store(parts + mine[:, None] * size + place[None, :], found, mask=asked)
         tl.store(maxima + mine, best, mask=head < share)
         tl.store(sums + mine, total, mask=head < share)
 
 
 @triton.jit
-def _combine(parts, maxima, sums, out, size: tl.constexpr, splits: tl.constexpr, padded: tl.constexpr):
+def _combine(
+    parts, maxima, sums, out, size: tl.constexpr, wide: tl.constexpr, splits: tl.constexpr, padded: tl.constexpr
+):
     """Join the parts of one query head."""
     head = tl.program_id(0)
     part = tl.arange(0, padded)
-    place = tl.arange(0, size)
+    place = tl.arange(0, wide)
+    inside = place < size
     there = part < splits
     best = tl.load(maxima + head * splits + part, mask=there, other=float("-inf"))
     total = tl.load(sums + head * splits + part, mask=there, other=0.0)
     weight = tl.exp2(best - tl.max(best, 0))
     at = parts + (head * splits + part)[:, None] * size + place[None, :]
-    found = tl.load(at, mask=(total > 0)[:, None], other=0.0)
+    found = tl.load(at, mask=(total > 0)[:, None] & inside[None, :], other=0.0)
     joined = tl.sum(found * weight[:, None], 0) / tl.sum(total * weight, 0)
-    tl.store(out + head * size + place, joined.to(out.dtype.element_ty))
+    tl.store(out + head * size + place, joined.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _rotate_and_store(
     qkv, query_norm, key_norm, cos, sin, positions, tables, query, entries, epsilon, slots, width,
-    heads: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr, page: tl.constexpr, normed: tl.constexpr,
+    heads: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr, wide: tl.constexpr, page: tl.constexpr,
+    normed: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: norm, rotation, and where it belongs. Values are only stored."""
     row, head = tl.program_id(0), tl.program_id(1)
     size: tl.constexpr = 2 * half
-    place = tl.arange(0, half)
+    place = tl.arange(0, wide)
+    inside = place < half
     source = qkv + (row * (heads + 2 * kv_heads) + head) * size + place
-    low = tl.load(source).to(tl.float32)
-    high = tl.load(source + half).to(tl.float32)
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     position = tl.load(positions + row)
     number = tl.load(tables + row * width + position // page).to(tl.int64)
     slot = number * page + position % page
     kind = entries.dtype.element_ty
     if head < heads + kv_heads:
         if normed:
-            first = tl.where(head < heads, tl.load(query_norm + place), tl.load(key_norm + place))
-            second = tl.where(head < heads, tl.load(query_norm + half + place), tl.load(key_norm + half + place))
+            asks, answers = inside & (head < heads), inside & (head >= heads)
+            first = tl.load(query_norm + place, mask=asks, other=0.0)
+            first += tl.load(key_norm + place, mask=answers, other=0.0)
+            second = tl.load(query_norm + half + place, mask=asks, other=0.0)
+            second += tl.load(key_norm + half + place, mask=answers, other=0.0)
             scale = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / size + epsilon)
             low = (low * scale).to(kind).to(tl.float32) * first.to(tl.float32)
             high = (high * scale).to(kind).to(tl.float32) * second.to(tl.float32)
         angle = position * size + place
-        cosine, sine = tl.load(cos + angle).to(tl.float32), tl.load(sin + half + angle).to(tl.float32)
+        cosine = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+        sine = tl.load(sin + half + angle, mask=inside, other=0.0).to(tl.float32)
         low, high = low * cosine - high * sine, high * cosine + low * sine
     if head < heads:
         target = query + (row * heads + head) * size + place
-        tl.store(target, low.to(kind))
-        tl.store(target + half, high.to(kind))
+        tl.store(target, low.to(kind), mask=inside)
+        tl.store(target + half, high.to(kind), mask=inside)
     else:
         target = entries + ((head - heads).to(tl.int64) * slots + slot) * size + place
-        tl.store(target, low.to(kind))
-        tl.store(target + half, high.to(kind))
+        tl.store(target, low.to(kind), mask=inside)
+        tl.store(target + half, high.to(kind), mask=inside)
 
 
 @triton.jit
@@ -221,12 +234,16 @@ def attend(query: Tensor, entries: Tensor, tables: Tensor, lengths: Tensor, page
     _attend[(rows, kv_heads, splits)](
         query, entries, tables, lengths, parts, maxima, sums, out, scale, entries.shape[1], tables.shape[1],
         heads=heads, kv_heads=kv_heads, share=share, padded=max(16, triton.next_power_of_2(share)),
-        size=size, page=page, block=BLOCK, splits=splits, num_warps=WARPS, num_stages=STAGES,
+        size=size, wide=max(16, triton.next_power_of_2(size)), page=page, block=BLOCK, splits=splits,
+        num_warps=WARPS, num_stages=STAGES,
         precision="ieee" if query.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     if splits > 1:
         padded = triton.next_power_of_2(splits)
-        _combine[(rows * heads,)](parts, maxima, sums, out, size=size, splits=splits, padded=padded, num_warps=1)
+        wide = triton.next_power_of_2(size)
+        _combine[(rows * heads,)](
+            parts, maxima, sums, out, size=size, wide=wide, splits=splits, padded=padded, num_warps=1
+        )
     return out
 
 
@@ -249,7 +266,7 @@ def rotate_and_store(
     _rotate_and_store[(rows, every)](
         qkv, query_norm if normed else qkv, key_norm if normed else qkv, *turns, positions, tables, query, entries,
         epsilon, entries.shape[1], tables.shape[1], heads=heads, kv_heads=(every - heads) // 2, half=size // 2,
-        page=page, normed=normed, num_warps=1,
+        wide=triton.next_power_of_2(size // 2), page=page, normed=normed, num_warps=1,
     )  # fmt: skip
     return query
 

@@ -1,7 +1,8 @@
 """Measure what decoding steps of the built-in engine take on this machine, and fit the coordinator's cost model.
 
 Each cell of a grid runs so many sequences with so much context. Their prompts are not computed, only taken as computed:
-entries of any value take the same time. Cells are visited in random order, again and again, and the median counts. ::
+entries of any value take the same time. Cells are visited in random order, several times, and the lower quartile of
+their steps counts: whatever else the machine does only ever makes a step longer. ::
 
     profile = measure(engine, Grid(running=(1, 4, 16), contexts=(64, 512)))
     profile.model, profile.errors
@@ -19,8 +20,10 @@ from staleflow.rollout.builtin import TorchEngine
 from staleflow.rollout.engine import Request, Sampling
 from staleflow.rollout.fit import Errors, Point, fit
 
-WARM_STEPS, STEPS = 3, 8
-ROUNDS = 3
+WARM_STEPS, LEAST_STEPS, MOST_STEPS = 3, 8, 40
+VISIT_S = 0.06
+"""Fast cells get more steps."""
+ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +82,14 @@ def measure(engine: TorchEngine, grid: Grid, told: Callable[[str], None] = lambd
             f"only {len(cells)} cells of the grid fit into {engine.options.kv_tokens} tokens of KV memory and "
             f"{engine.options.max_running} sequences: raise kv_tokens, or ask for less context"
         )
-    seen: dict[tuple[int, int], list[Point]] = {cell: [] for cell in cells}
+    seen: dict[tuple[int, int], list[float]] = {cell: [] for cell in cells}
     random = Random(1)
     for turn in range(ROUNDS):
         random.shuffle(cells)
         for at, cell in enumerate(cells):
-            seen[cell].append(_decode(engine, *cell))
+            seen[cell] += _decode(engine, *cell)
             told(f"round {turn + 1} of {ROUNDS}: {at + 1} of {len(cells)} cells")
-    points = [_median(each) for _, each in sorted(seen.items())]
+    points = [_point(*cell, times) for cell, times in sorted(seen.items())]
     prefill = [(tokens, _prefill(engine, tokens)) for tokens in _prefill_sizes(engine)]
     (few, less), (many, more) = prefill[0], prefill[-1]
     model, errors = fit(points, max(0.0, (more - less) / (many - few)))
@@ -94,29 +97,28 @@ def measure(engine: TorchEngine, grid: Grid, told: Callable[[str], None] = lambd
 
 
 def pages(engine: TorchEngine, context: int) -> int:
-    return engine.pool.pages_for(context + WARM_STEPS + STEPS + 2)
+    return engine.pool.pages_for(context + WARM_STEPS + MOST_STEPS + 2)
 
 
-def _decode(engine: TorchEngine, running: int, context: int) -> Point:
+def _decode(engine: TorchEngine, running: int, context: int) -> list[float]:
     prompt = [1] * context
     names = [f"profile {at}" for at in range(running)]
     engine.submit([Request(name, 1, prompt, sampling=Sampling(max_tokens=10**9)) for name in names])
     engine.scheduler.assume_computed()
     times: list[float] = []
-    for at in range(WARM_STEPS + STEPS):
+    while len(times) < WARM_STEPS + LEAST_STEPS or (sum(times) < VISIT_S and len(times) < WARM_STEPS + MOST_STEPS):
         began = time.perf_counter()
         made = engine.step().progress
-        if at >= WARM_STEPS:
-            times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - began)
         assert len(made) == running, "a sequence did not decode"
     engine.abort(names)
     engine.pool.forget()
-    grown = context + WARM_STEPS + STEPS // 2
-    return Point(running, running * grown, statistics.median(times))
+    return times[WARM_STEPS:]
 
 
-def _median(points: list[Point]) -> Point:
-    return Point(points[0].running, points[0].context, statistics.median(point.seconds for point in points))
+def _point(running: int, context: int, times: list[float]) -> Point:
+    grown = context + WARM_STEPS + len(times) // ROUNDS // 2
+    return Point(running, running * grown, statistics.quantiles(times, n=4)[0])
 
 
 def _prefill_sizes(engine: TorchEngine) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.strategies import ConfigError, Strategies
 from staleflow.protocol.ledger import LedgerError
 from staleflow.runtime.control import StalledError
@@ -71,6 +72,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="equal seeds give equal runs (default: 0)")
     parser.add_argument(
         "--trace", metavar="FILE.csv", help="recorded lengths: columns prompt_tokens,output_tokens and perhaps group"
+    )
+    parser.add_argument(
+        "--profile", metavar="FILE.json", help="what engine steps cost, as staleflow profile measured it"
     )
     parser.add_argument("--faults", type=int, default=0, metavar="N", help="let N random faults happen")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -146,9 +150,27 @@ def read_setting(options: argparse.Namespace) -> Setting:
         if given := [key for key in LENGTHS if key in changes]:
             raise ConfigError(f"{given[0]} has no meaning with --trace, whose lengths are recorded; leave one out")
         workload = load_trace(options.trace, group_size=setting.group_size)
+    if options.profile is not None:
+        setting = replace(setting, rollout=read_profile(options.profile))
     setting = replace(setting, workload=replace(workload, **parts[Workload]))
     setting.check()
     return setting
+
+
+def read_profile(name: str) -> CostModel:
+    """The coefficients in a file of ``staleflow profile``."""
+    try:
+        found = json.loads(Path(name).read_text())["coefficients"]
+        values = {field.name: float(found[field.name]) for field in fields(CostModel)}
+    except OSError as error:
+        raise ConfigError(
+            f"--profile {name} cannot be read ({error.strerror}); make it with staleflow profile"
+        ) from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"--profile {name} holds no coefficients; make it with staleflow profile") from error
+    if not all(math.isfinite(value) for value in values.values()) or values["floor"] + values["fixed"] <= 0:
+        raise ConfigError(f"--profile {name}: a step that takes no time is impossible; measure again")
+    return CostModel(**values)
 
 
 def lengths(changes: Changes, source: Source) -> Source:

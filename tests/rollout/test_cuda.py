@@ -18,6 +18,8 @@ CUDA = torch.device("cuda")
 
 if torch.cuda.is_available():
     from staleflow.rollout import cuda_kernels as kernels
+else:
+    kernels: Any = None
 
 
 def attended(query: Any, entries: Any, tables: Any, lengths: Any, page: int) -> torch.Tensor:
