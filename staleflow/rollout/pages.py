@@ -21,6 +21,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 Key = bytes
@@ -53,7 +54,9 @@ class PagePool:
         self.total = tokens // page_size
         self.references: list[int] = []
         """Of each page: how many sequences hold it."""
+        self._every = list(range(self.total))
         self._free: list[int] = []
+        """A heap: the lowest goes first, so that pages in use lie close together and can be read in place."""
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Least recently used first."""
         self._page_of: dict[Key, int] = {}
@@ -64,7 +67,7 @@ class PagePool:
     def clear(self) -> None:
         """Every page is free, whoever held it."""
         self.references = [0] * self.total
-        self._free = list(range(self.total - 1, -1, -1))
+        self._free = self._every.copy()
         self._cached.clear()
         self._page_of.clear()
         self._keys.clear()
@@ -133,7 +136,7 @@ class PagePool:
     def allocate(self) -> int:
         """An exclusive page; the least recently used prefix goes if need be. Ask ``available`` first."""
         if self._free:
-            page = self._free.pop()
+            page = heappop(self._free)
         else:
             page, _ = self._cached.popitem(last=False)
             self._unkey(page)
@@ -160,7 +163,7 @@ class PagePool:
             if page in self._keys:
                 self._cached[page] = None
             else:
-                self._free.append(page)
+                heappush(self._free, page)
         return idle
 
     def discard(self, pages: Sequence[int]) -> None:
@@ -169,13 +172,14 @@ class PagePool:
             self._unkey(page)
             if page in self._cached:
                 del self._cached[page]
-                self._free.append(page)
+                heappush(self._free, page)
 
     def forget(self) -> None:
         """The weights changed: no content is known any more. Pages in use stay with their holders."""
         self._page_of.clear()
         self._keys.clear()
         self._free.extend(self._cached)
+        heapify(self._free)
         self._cached.clear()
 
     def _hold(self, page: int) -> None:

@@ -80,7 +80,7 @@ class Sequence:
 
     def close_span(self, version: int) -> Spans:
         """Stamp the tokens generated since the last call with ``version``."""
-        count = self.generated - self.stamped
+        count = len(self.tokens) - self.prompt - self.stamped
         if count:
             self.stamped += count
             if self.spans and self.spans[-1][0] == version:

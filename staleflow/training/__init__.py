@@ -1,0 +1,1 @@
+"""What the trainer computes: advantages, losses, off-policy correction."""
