@@ -12,6 +12,7 @@ have its mean. Figures are medians of repeats.
 """
 
 import argparse
+import inspect
 import json
 import os
 import random
@@ -143,9 +144,15 @@ def sampled(longest: int) -> GenerationConfig:
 def run_continuous(model: Any, todo: Work, cap: float) -> float:
     room = max(len(p) + n for p, n in zip(todo.prompts, todo.lengths, strict=True))
     page = 32
-    config = ContinuousBatchingConfig(
-        page_size=page, num_blocks=REQUESTS * (room // page + 2), max_batch_tokens=2048, allow_block_sharing=False
-    )
+    known = inspect.signature(ContinuousBatchingConfig).parameters  # names differ between versions of transformers
+    wanted = {
+        "page_size": page,
+        "block_size": page,
+        "num_blocks": REQUESTS * (room // page + 2),
+        "max_batch_tokens": 2048,
+        "allow_block_sharing": False,
+    }
+    config = ContinuousBatchingConfig(**{name: value for name, value in wanted.items() if name in known})
     implementation = model.config._attn_implementation
     manager = model.init_continuous_batching(
         generation_config=sampled(max(todo.lengths)), continuous_batching_config=config

@@ -63,6 +63,7 @@ def dapo(
     *,
     eps_low: float = 0.2,
     eps_high: float = 0.28,
+    dual_clip: float | None = None,
 ) -> LossSum:
     """DAPO: PPO with the clip higher above (so that rare tokens can grow), as a mean over all tokens of the batch.
 
@@ -70,7 +71,8 @@ def dapo(
     """
     if aggregation != TOKEN_MEAN:
         raise ValueError(f"DAPO with {aggregation.kind}: it is a mean over tokens, use token-mean or the ppo loss")
-    return ppo_clip(logprobs_T, advantages_T, segments, correction, aggregation, eps_low=eps_low, eps_high=eps_high)
+    knobs = {"eps_low": eps_low, "eps_high": eps_high, "dual_clip": dual_clip}
+    return ppo_clip(logprobs_T, advantages_T, segments, correction, aggregation, **knobs)
 
 
 def gspo(

@@ -51,18 +51,20 @@ def close(found: Sequence[float] | Tensor, expected: Sequence[float]) -> None:
 
 
 def test_ppo_by_hand_in_every_region():
-    # eps 0.2 and 0.3; A = 2 at ratios 0.5, 1.1, 1.5 and A = -2 at the same. -min(rA, clip(r)A):
-    #   2: -1, -2.2, -2.6 (clipped above)        -2: 1.6 (clipped below), 2.2, 3
-    logprobs_T, anchor = at_ratios(0.5, 1.1, 1.5, 0.5, 1.1, 1.5)
-    loss = ppo_clip(logprobs_T, doubles(2, 2, 2, -2, -2, -2), Segments.of([3, 3]), anchor, eps_low=0.2, eps_high=0.3)
-    close([loss.total.item()], [-1 - 2.2 - 2.6 + 1.6 + 2.2 + 3])
-    close([loss.mean.item()], [1 / 6])
+    # eps 0.2 and 0.3; A = 2 at ratios 0.5, 1.1, 1.5 and A = -4 at the same and 0.4. -min(rA, clip(r)A):
+    #   2: -1, -2.2, -2.6 (clipped above)        -4: 3.2 (clipped below), 4.4, 6, 3.2 (clipped below)
+    ratios = (0.5, 1.1, 1.5, 0.5, 1.1, 1.5, 0.4)
+    logprobs_T, anchor = at_ratios(*ratios)
+    advantages_T = doubles(2, 2, 2, -4, -4, -4, -4)
+    loss = ppo_clip(logprobs_T, advantages_T, Segments.of([3, 4]), anchor, eps_low=0.2, eps_high=0.3)
+    close([loss.total.item()], [-1 - 2.2 - 2.6 + 3.2 + 4.4 + 6 + 3.2])
+    close([loss.mean.item()], [11 / 7])
     # d(rA)/dlogp = rA where the clip is not active, and nothing where it is: with the advantage, on its own side.
-    close(gradient(loss, logprobs_T), [-1, -2.2, 0, 0, 2.2, 3])
+    close(gradient(loss, logprobs_T), [-1, -2.2, 0, 0, 4.4, 6, 0])
     values = loss.metrics.values()
-    close([values["clip_low"], values["clip_high"], values["ratio"]], [1 / 6, 1 / 6, 6.2 / 6])
-    close([values["ratio_max"]], [1.5])
-    close([values["approx_kl"]], [sum(2 * (r - 1 - math.log(r)) for r in (0.5, 1.1, 1.5)) / 6])
+    close([values["clip_low"], values["clip_high"]], [2 / 7, 1 / 7])
+    close([values["ratio"], values["ratio_max"]], [sum(ratios) / 7, 1.5])
+    close([values["approx_kl"]], [sum(r - 1 - math.log(r) for r in ratios) / 7])
 
 
 def test_dual_clip_stops_the_pull_of_tokens_that_became_too_likely():
@@ -86,6 +88,8 @@ def test_dapo_clips_higher_above_and_takes_the_mean_of_all_tokens():
     loss = dapo(logprobs_T, doubles(1, 1, 1, 1), Segments.of([1, 3]), anchor)
     close([loss.mean.item()], [-(1.25 + 1.28 + 1 + 1) / 4])
     close(gradient(loss, logprobs_T), [-1.25, 0, -1, -1])
+    dual = dapo(logprobs_T, doubles(-1, -1, -1, -1), Segments.of([1, 3]), anchor, dual_clip=1.28)
+    close(gradient(dual, logprobs_T), [1.25, 0, 1, 1])
 
 
 def test_gspo_by_hand():
@@ -100,11 +104,11 @@ def test_gspo_by_hand():
 
 
 def test_cispo_clips_the_weight_and_keeps_every_gradient():
-    # Ratios 0.5, 1.1, 3 with weights held in [0.8, 1.3]; log pi = -1: l = w A.
-    logprobs_T, anchor = at_ratios(0.5, 1.1, 3, 3)
+    # Ratios 0.5, 1.25, 3 with weights held in [0.8, 1.3]; log pi = -1: l = w A.
+    logprobs_T, anchor = at_ratios(0.5, 1.25, 3, 3)
     loss = cispo(logprobs_T, doubles(1, 1, 1, -1), Segments.of([4]), anchor, eps_low=0.2, eps_high=0.3)
-    close([loss.total.item()], [0.8 + 1.1 + 1.3 - 1.3])
-    close(gradient(loss, logprobs_T), [-0.8, -1.1, -1.3, 1.3])
+    close([loss.total.item()], [0.8 + 1.25 + 1.3 - 1.3])
+    close(gradient(loss, logprobs_T), [-0.8, -1.25, -1.3, 1.3])
     values = loss.metrics.values()
     close([values["clip_low"], values["clip_high"]], [1 / 4, 1 / 2])
 
@@ -117,7 +121,9 @@ def test_weights_stand_outside_of_the_clip():
     close([ppo_clip(logprobs_T, doubles(1), Segments.of([1]), correct).total.item()], [-2 * 1.2])
     close([ppo_clip(logprobs_T, doubles(-1), Segments.of([1]), correct).total.item()], [2 * 1.5])
     capped = truncated(proximal_T, behaviour_T, cap=1.75)
-    close([ppo_clip(logprobs_T, doubles(1), Segments.of([1]), capped).total.item()], [-1.75 * 1.2])
+    loss = ppo_clip(logprobs_T, doubles(1), Segments.of([1]), capped)
+    close([loss.total.item()], [-1.75 * 1.2])
+    close([loss.metrics.values()[name] for name in ("weight", "weights_capped")], [1.75, 1])
 
 
 def test_the_three_aggregations_by_hand():
@@ -202,6 +208,15 @@ def test_terms_join_with_their_coefficients():
     kl = 0.5 - 1 + math.log(2)
     close([joined.mean.item()], [(-3 + 0.5 * 2 * kl - 0.1 * 4) / 2])
     close([joined.metrics.values()[name] for name in ("kl_reference", "entropy", "ratio")], [kl, 2, 1])
+
+
+def test_no_gradient_flows_into_advantages():
+    # Else a value head would be trained to flatter the policy.
+    logprobs_T, anchor = at_ratios(1.1, 0.9)
+    gains_T = doubles(1, -1).requires_grad_()
+    for function in POLICY_LOSSES.values():
+        loss = function(logprobs_T, gains_T, Segments.of([2]), anchor)
+        assert torch.autograd.grad(loss.total, gains_T, allow_unused=True) == (None,)
 
 
 def test_an_enormous_ratio_stays_finite():

@@ -28,7 +28,7 @@ ATTEMPTS = 8
 SMALL = 1 << 20
 """Up to here Python's own copy is the quickest to start; above, one that lets other threads run."""
 RENEW = 1 << 30
-"""Bytes copied between two renewals of the lease. The C library copies 256 MB in one call a quarter faster than in four."""
+"""Bytes copied between two renewals of the lease: the C library copies 256 MB at once a quarter faster than in four."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,8 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 4096
-"""Of the first tensor in a slot: large copies from the beginning of a page are a quarter faster. Within, each is aligned
-to its own element."""
+"""Of the first tensor in a slot: large copies from the beginning of a page are a quarter faster. Within, each is
+aligned to its own element."""
 CHUNK = 1 << 20
 """Bytes copied before they are checksummed: small enough to be still in the cache."""
 SAMPLE = 512
