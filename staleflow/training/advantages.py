@@ -10,8 +10,6 @@ The promise: a group without a learning signal (one member, or all rewards equal
 NaN. All but those of a whitened batch depend on their own group only, so that they can be computed as groups arrive.
 """
 
-# ruff: noqa: N803, N806, N815 (names end in shapes)
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -12,8 +12,6 @@ With one update per step the proximal policy is the current one: give ``logprobs
 through a correction, and no weight is ever negative; a NaN stays a NaN, so that it is seen in the loss.
 """
 
-# ruff: noqa: N803, N806, N815 (names end in shapes)
-
 from __future__ import annotations
 
 import math

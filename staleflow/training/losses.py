@@ -11,8 +11,6 @@ Below, r = pi / anchor is the ratio to the correction's anchor, w its weight, A 
 At r = 1 and w = 1 every policy loss has the gradient of -A log pi. ``streamable`` says what needs the whole batch.
 """
 
-# ruff: noqa: N803, N806 (names end in shapes)
-
 from __future__ import annotations
 
 import math

@@ -13,8 +13,6 @@ each chunk as it arrives, and scales the accumulated gradients once the last one
 The promise: gradients scaled so are those of the whole batch's loss, up to rounding, however it was cut into chunks.
 """
 
-# ruff: noqa: N802, N803, N806, N815 (names end in shapes)
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Random steps of groups, and a model small enough to compare its gradients to the last digit."""
 
-# ruff: noqa: N803, N806, N815 (names end in shapes)
-
 from __future__ import annotations
 
 from collections.abc import Sequence

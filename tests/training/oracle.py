@@ -1,7 +1,5 @@
 """The same mathematics by loops over sequences and plain means: slow, and close to how papers write it."""
 
-# ruff: noqa: N803 (names end in shapes)
-
 from __future__ import annotations
 
 import math

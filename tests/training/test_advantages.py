@@ -1,7 +1,5 @@
 """Advantages: worked cases, groups without a signal, and equality with loops."""
 
-# ruff: noqa: N806 (names end in shapes)
-
 import math
 
 import pytest

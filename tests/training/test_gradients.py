@@ -1,7 +1,5 @@
 """Gradients against finite differences, in double precision and away from the kinks."""
 
-# ruff: noqa: N806 (names end in shapes)
-
 from collections.abc import Callable
 
 import pytest

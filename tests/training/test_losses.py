@@ -1,7 +1,5 @@
 """Losses: worked cases, where gradients must vanish, and equality with loops over sequences."""
 
-# ruff: noqa: N803, N806 (names end in shapes)
-
 import math
 from collections.abc import Sequence
 from typing import Any

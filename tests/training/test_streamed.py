@@ -1,7 +1,5 @@
 """A step that is accumulated group by group has the gradients of the whole batch, or says why it cannot."""
 
-# ruff: noqa: N806 (names end in shapes)
-
 from __future__ import annotations
 
 import math
