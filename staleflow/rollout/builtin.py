@@ -1,6 +1,6 @@
 """The built-in engine: continuous batching in PyTorch, for one process on a CPU or one GPU.
 
-engine = TorchEngine("models/tiny", kv_tokens=65_536, max_running=64)
+engine = TorchEngine("models/tiny", EngineOptions(kv_tokens=65_536, max_running=64))
 engine.submit([Request("t1", 1, prompt=[5, 8, 13])])
 while engine.busy:
     for result in engine.step().finished: ...

@@ -45,7 +45,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="most tokens of each (default: 1024)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of PyTorch (default: 1)")
     parser.add_argument("--output", metavar="FILE.json", default="profile.json", help="default: profile.json")
-    parser.add_argument("--picture", metavar="FILE.svg", help="draw the points and the fit")
+    parser.add_argument("--picture", metavar="FILE.svg", help="points and fit, drawn; default: beside the output")
     parser.add_argument("--json", action="store_true", help="print the file instead of a table")
     parser.set_defaults(run=run)
 
@@ -60,7 +60,8 @@ def run(options: argparse.Namespace) -> int:
     for name in ("running", "context", "threads"):
         if getattr(options, name) < 1:
             return _refuse(f"--{name} is {getattr(options, name)}: give at least 1")
-    for path in filter(None, (options.output, options.picture)):
+    picture = options.picture or str(Path(options.output).with_suffix(".svg"))
+    for path in (options.output, picture):
         if not Path(path).absolute().parent.is_dir():
             return _refuse(f"cannot write {path}: its folder does not exist, make it first")
     named = options.model in SHAPES
@@ -96,9 +97,8 @@ def run(options: argparse.Namespace) -> int:
     }
     text = json.dumps(values, indent=2)
     Path(options.output).write_text(text + "\n")
-    if options.picture:
-        Path(options.picture).write_text(draw(profile, f"{options.model} on {engine.described}, {options.dtype}"))
-    print(text if options.json else table(profile, options.output))
+    Path(picture).write_text(draw(profile, f"{options.model} on {engine.described}, {options.dtype}"))
+    print(text if options.json else f"{table(profile)}\nstored in {options.output}, drawn in {picture}")
     return 0
 
 
@@ -111,7 +111,7 @@ def _tell(progress: str) -> None:
     print(f"\r{progress}   ", end="", file=sys.stderr, flush=True)
 
 
-def table(profile: Profile, output: str) -> str:
+def table(profile: Profile) -> str:
     model, errors = profile.model, profile.errors
     lines = [f"{'running':>8}{'context':>10}{'measured ms':>13}{'fitted ms':>11}{'off':>8}"]
     for point in profile.points:
@@ -127,7 +127,6 @@ def table(profile: Profile, output: str) -> str:
         "a token",
         f"mean error {100 * errors.mean:.1f} %, worst {100 * errors.worst:.1f} %, of points left out of the fit "
         f"{100 * errors.unseen:.1f} %",
-        f"stored in {output}",
     ]
     return "\n".join(lines)
 
