@@ -1,0 +1,261 @@
+"""The trainer: the same update however a step arrives, nothing beyond the bound, and a model that learns."""
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from staleflow.servers.payloads import Row
+from staleflow.training.micro_batches import micro_batches, policy
+from staleflow.training.trainer import Group, StalenessError, Trainer, TrainerOptions
+
+VOCABULARY = 12
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCABULARY,
+    )
+    return LlamaForCausalLM(config).double()  # Adam turns the rounding of a tiny gradient into a whole step
+
+
+def groups_of(count: int, members: int, seed: int = 0, version: int = 0) -> list[Group]:
+    random = np.random.default_rng(seed)
+
+    def row(group: int, member: int) -> Row:
+        size = int(random.integers(1, 9))
+        return Row(
+            f"p{group}/{member}",
+            random.integers(0, VOCABULARY, 3).astype("<i4"),
+            random.integers(0, VOCABULARY, size).astype("<i4"),
+            np.log(random.uniform(0.05, 0.12, size)).astype("<f4"),
+            ((version, size),),
+            float(random.integers(0, 2)),
+        )
+
+    return [[row(group, member) for member in range(members)] for group in range(count)]
+
+
+def updated(
+    base: Any, options: TrainerOptions, groups: list[Group], pieces: list[int]
+) -> tuple[list[torch.Tensor], Any]:
+    trainer = Trainer(copy.deepcopy(base), options)
+    begin = 0
+    for size in pieces:
+        trainer.feed(0, groups[begin : begin + size])
+        begin += size
+    assert begin == len(groups)
+    report = trainer.finish(0)
+    return [each.detach().clone() for each in trainer.parameters], report
+
+
+COMBINATIONS = list(
+    itertools.product(
+        ("grpo", "dr_grpo", "rloo", "reinforce++"),
+        ("ppo", "dapo", "gspo", "cispo"),
+        ("none", "truncated", "masked", "decoupled"),
+    )
+)
+
+
+@pytest.mark.parametrize(("advantage", "loss", "correction"), COMBINATIONS)
+def test_a_streamed_step_makes_the_same_update_as_a_whole_one(
+    base: Any, advantage: Any, loss: Any, correction: Any
+) -> None:
+    options = TrainerOptions(0, advantage, loss, correction, learning_rate=1e-2, entropy_coefficient=0.01)
+    groups = groups_of(6, 3)
+    whole, report = updated(base, options, groups, [6])
+    pieces, again = updated(base, options, groups, [1, 3, 2])
+    for one, other in zip(whole, pieces, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    assert again.loss == pytest.approx(report.loss, abs=1e-5)
+    assert again.metrics == pytest.approx(report.metrics, abs=1e-4)
+
+
+@pytest.mark.parametrize("budget", [1, 20, 40, 10_000])
+def test_the_size_of_a_forward_pass_changes_nothing(base: Any, budget: int) -> None:
+    groups = groups_of(4, 4)
+    expected, _ = updated(base, TrainerOptions(0, learning_rate=1e-2), groups, [4])
+    found, _ = updated(base, TrainerOptions(0, learning_rate=1e-2, micro_tokens=budget), groups, [4])
+    for one, other in zip(expected, found, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_those_of_each_row_alone(base: Any, temperature: float) -> None:
+    rows = [row for group in groups_of(3, 3) for row in group]
+    (batch,) = micro_batches(rows, torch.zeros(len(rows)), 10_000)
+    found, entropy = policy(base, batch, temperature)
+    at = 0
+    for row in rows:
+        tokens = torch.from_numpy(np.concatenate([row.prompt, row.tokens]).astype(np.int64))
+        every = torch.log_softmax(base(tokens[None]).logits[0] / temperature, -1)[row.prompt.size - 1 : -1]
+        alone = every.gather(1, tokens[row.prompt.size :, None])[:, 0]
+        here = slice(at, at + row.tokens.size)
+        assert torch.allclose(found[here], alone, atol=1e-5)
+        assert torch.allclose(entropy[here], -(every.exp() * every).sum(-1), atol=1e-5)
+        at += row.tokens.size
+    assert at == len(found)
+
+
+def test_the_gradient_of_an_on_policy_step_is_the_plain_policy_gradient(base: Any) -> None:
+    groups = groups_of(3, 4, seed=5)
+    (batch,) = micro_batches([row for group in groups for row in group], torch.zeros(12), 10_000)
+    logprobs = policy(base, batch, 1.0)[0].detach().numpy()
+    at, honest = 0, list[Group]()
+    for group in groups:
+        rows: list[Row] = []
+        for row in group:
+            rows.append(row._replace(logprobs=logprobs[at : at + row.tokens.size]))
+            at += row.tokens.size
+        honest.append(rows)
+    trainer = Trainer(copy.deepcopy(base), TrainerOptions(0, "dr_grpo", "ppo", clip_norm=1e9))
+    trainer.feed(0, honest)
+    model = copy.deepcopy(base)
+    total = torch.zeros(())
+    for group in honest:
+        mean = sum(row.reward for row in group) / len(group)
+        for row in group:
+            tokens = torch.from_numpy(np.concatenate([row.prompt, row.tokens]).astype(np.int64))
+            every = torch.log_softmax(model(tokens[None]).logits[0], -1)[row.prompt.size - 1 : -1]
+            total = total - (row.reward - mean) * every.gather(1, tokens[row.prompt.size :, None]).sum()
+    total.backward()
+    for one, other in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-5)
+
+
+# The bound
+
+
+def test_a_trajectory_beyond_the_bound_stops_the_trainer_by_name(base: Any) -> None:
+    trainer = Trainer(copy.deepcopy(base), TrainerOptions(1), version=3)
+    trainer.feed(3, groups_of(1, 2, version=2))
+    late = groups_of(2, 2, version=3)
+    late[1][1] = late[1][1]._replace(name="p9/1", spans=((1, 2), (3, 4)))  # type: ignore[index]
+    with pytest.raises(
+        StalenessError, match=r"trajectory p9/1 has 2 tokens of version 1, 2 steps old at step 3; the bound is 1"
+    ):
+        trainer.feed(3, late)
+    with pytest.raises(StalenessError, match="of version 4, -1 steps old"):
+        trainer.feed(3, groups_of(1, 1, version=4))
+
+
+def test_the_report_counts_the_age_of_every_token(base: Any) -> None:
+    trainer = Trainer(copy.deepcopy(base), TrainerOptions(2), version=5)
+    groups = [*groups_of(2, 2, version=5), *groups_of(1, 3, seed=7, version=3)]
+    trainer.feed(5, groups)
+    report = trainer.finish(5)
+    old = sum(row.tokens.size for row in groups[2])
+    assert report.token_staleness == {0: report.tokens - old, 2: old}
+    assert (report.max_staleness, report.groups, trainer.version) == (2, 3, 6)
+
+
+# Lives
+
+
+def test_a_step_that_is_fed_again_after_a_reset_makes_the_same_update(base: Any) -> None:
+    options, groups = TrainerOptions(0, learning_rate=1e-2), groups_of(4, 2)
+    expected, _ = updated(base, options, groups, [4])
+    trainer = Trainer(copy.deepcopy(base), options)
+    trainer.feed(0, groups_of(3, 2, seed=9))
+    trainer.reset()
+    trainer.feed(0, groups)
+    trainer.finish(0)
+    for one, other in zip(expected, trainer.parameters, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_steps_out_of_order_and_empty_steps_are_refused(base: Any) -> None:
+    trainer = Trainer(copy.deepcopy(base), TrainerOptions(0))
+    with pytest.raises(ValueError, match="groups of step 1 were fed while step 0 is trained"):
+        trainer.feed(1, groups_of(1, 2))
+    with pytest.raises(ValueError, match="step 0 cannot be finished: step 0 has 0 groups"):
+        trainer.finish(0)
+
+
+def test_a_gradient_that_is_no_number_changes_nothing(base: Any) -> None:
+    trainer = Trainer(copy.deepcopy(base), TrainerOptions(0))
+    with torch.no_grad():
+        trainer.parameters[0][0, 0] = float("nan")
+    before = [each.detach().clone() for each in trainer.parameters]
+    trainer.feed(0, groups_of(2, 3))
+    with pytest.raises(FloatingPointError, match="the gradient of step 0 is not finite"):
+        trainer.finish(0)
+    assert trainer.version == 0
+    for one, other in zip(before, trainer.parameters, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_staleness": -1}, "max_staleness is -1: give 0 or more"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0"),
+        ({"micro_tokens": 0}, "micro_tokens is 0"),
+        ({"schedule": "cosine"}, "give total_steps too"),
+        ({"advantage": "gae"}, "advantage 'gae' is unknown"),
+        ({"loss": "sft"}, "loss 'sft' is unknown"),
+    ],
+)
+def test_contradictory_options_are_refused_at_the_start(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainerOptions(**{"max_staleness": 0, **wrong})
+
+
+def test_the_learning_rate_warms_up_and_falls() -> None:
+    linear = TrainerOptions(0, learning_rate=1.0, warmup_steps=4, schedule="linear", total_steps=14)
+    assert [linear.rate(step) for step in (0, 1, 3, 4, 9, 14, 99)] == pytest.approx([0.25, 0.5, 1, 1, 0.5, 0, 0])
+    cosine = TrainerOptions(0, learning_rate=1.0, schedule="cosine", total_steps=10)
+    assert [cosine.rate(step) for step in (0, 5, 10)] == pytest.approx([1, 0.5, 0])
+
+
+def test_a_model_learns_what_is_rewarded(base: Any) -> None:
+    trainer = Trainer(copy.deepcopy(base), TrainerOptions(0, learning_rate=1e-2))
+    random = np.random.default_rng(1)
+    prompt = np.array([1, 2, 3], "<i4")
+
+    def chance() -> torch.Tensor:
+        with torch.no_grad():
+            return torch.softmax(trainer.model(torch.tensor([[1, 2, 3]])).logits[0, -1], -1)
+
+    before = float(chance()[7])
+    for step in range(12):
+        probabilities = chance().double().numpy()
+        drawn = random.choice(VOCABULARY, 32, p=probabilities / probabilities.sum())
+        rows = [
+            Row(
+                f"p{step}/{at}",
+                prompt,
+                np.array([token], "<i4"),
+                np.array([math.log(probabilities[token])], "<f4"),
+                ((step, 1),),
+                float(token == 7),
+            )
+            for at, token in enumerate(drawn)
+        ]
+        trainer.feed(step, [rows])
+        report = trainer.finish(step)
+        assert report.metrics["logprob_difference_max"] < 1e-3
+    assert float(chance()[7]) > max(0.5, 3 * before)
