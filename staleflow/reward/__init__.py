@@ -1,0 +1,1 @@
+"""Rewards: functions that score a finished response, and the worker processes that run them."""

@@ -1,0 +1,129 @@
+"""The built-in rewards: 1 for a right answer and 0 for a wrong one, unless the service behind them says otherwise.
+
+``exact-match`` compares the stripped text with ``facts["answer"]``; ``last-number`` the last number of both (GSM8K,
+word problems); ``adder`` is the embedded task's own verifier; ``math-verify`` compares as mathematics;
+``reasoning-gym`` asks the data set that the problem came from; an address gets ``{"prompt", "text", "tokens",
+"facts"}`` by POST and answers ``{"reward": number}``::
+
+    score = BUILT_IN["exact-match"]()
+    score = http_service("http://127.0.0.1:8000/score", timeout_s=5)
+"""
+
+import asyncio
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+from staleflow.reward.function import Response, Reward, RewardError
+from staleflow.tasks.adder import Adder
+from staleflow.tasks.sources import require
+from staleflow.tasks.task import Problem
+
+_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?", re.ASCII)
+MOST_BYTES = 1_000_000
+"""An answer of a reward service that is longer is no reward."""
+
+
+def exact_match() -> Reward:
+    return lambda problem, response: float(response.text.strip() == _answer(problem).strip())
+
+
+def last_number() -> Reward:
+    def score(problem: Problem, response: Response) -> float:
+        right = _last(_answer(problem))
+        if right is None:
+            raise RewardError(f"the right answer {_answer(problem)[-60:]!r} has no number: correct the data")
+        return float(_last(response.text) == right)
+
+    return score
+
+
+def adder() -> Reward:
+    task = Adder()
+    return lambda problem, response: task.verify(problem, response.tokens)
+
+
+def math_verify() -> Reward:
+    package = require("math_verify", "math-verify", "math-verify rewards")
+
+    def score(problem: Problem, response: Response) -> float:
+        # The package's own time limits need signals; here the pool's limit holds for any reward, so they are off.
+        gold = package.parse(_answer(problem), parsing_timeout=None)
+        if not gold:
+            raise RewardError(f"math-verify cannot read the right answer {_answer(problem)!r}: correct the data")
+        given = package.parse(response.text, parsing_timeout=None)
+        return float(package.verify(gold, given, timeout_seconds=None))
+
+    return score
+
+
+def reasoning_gym() -> Reward:
+    package = require("reasoning_gym", "reasoning-gym", "reasoning-gym rewards")
+
+    def score(problem: Problem, response: Response) -> float:
+        judge: Callable[..., float] = package.get_score_answer_fn(_fact(problem, "gym"))
+        return judge(response.text.strip(), _fact(problem, "entry"))
+
+    return score
+
+
+def http_service(address: str, timeout_s: float) -> Reward:
+    def ask(problem: Problem, response: Response) -> float:
+        body = {"prompt": problem.prompt, "text": response.text, "tokens": response.tokens, "facts": problem.facts}
+        head = {"Content-Type": "application/json", "Accept": "application/json"}
+        request = urllib.request.Request(address, json.dumps(body).encode(), head, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                content = answer.read(MOST_BYTES)
+        except urllib.error.HTTPError as error:
+            raise RewardError(f"reward service {address} answered {error.code} {error.reason}") from None
+        except (OSError, urllib.error.URLError) as error:
+            raise RewardError(f"reward service {address} did not answer: {getattr(error, 'reason', error)}") from None
+        return _reward_in(content, address)
+
+    async def score(problem: Problem, response: Response) -> float:
+        # urllib's limit is per read; a service that trickles is stopped by this one. The thread ends by itself.
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(ask, problem, response), timeout_s)
+        except TimeoutError:
+            raise RewardError(f"reward service {address} did not answer within {timeout_s:g} s") from None
+
+    return score
+
+
+BUILT_IN: dict[str, Callable[[], Reward]] = {
+    "adder": adder,
+    "exact-match": exact_match,
+    "last-number": last_number,
+    "math-verify": math_verify,
+    "reasoning-gym": reasoning_gym,
+}
+
+
+def _reward_in(content: bytes, address: str) -> float:
+    try:
+        return json.loads(content)["reward"]
+    except (ValueError, KeyError, TypeError):
+        start = content[:60].decode(errors="replace")
+        raise RewardError(f'reward service {address} answered {start!r}: it must answer {{"reward": number}}') from None
+
+
+def _last(text: str) -> Decimal | None:
+    """The last number in a text; commas between digits do not count."""
+    found = _NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def _answer(problem: Problem) -> str:
+    return str(_fact(problem, "answer"))
+
+
+def _fact(problem: Problem, name: str) -> Any:
+    if name not in problem.facts:
+        known = ", ".join(map(repr, problem.facts)) or "none"
+        raise RewardError(f"the problem has no fact {name!r} (it has {known}): name the column in the data settings")
+    return problem.facts[name]

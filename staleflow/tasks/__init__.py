@@ -1,0 +1,1 @@
+"""Tasks with verifiers, the embedded default among them, and the data that prompts come from."""

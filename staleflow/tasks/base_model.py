@@ -1,0 +1,278 @@
+"""The base model of the embedded task: a small Llama, warmed up on a teacher that is wrong on purpose.
+
+``base_model`` gives a folder in Hugging Face format (``config.json``, ``model.safetensors``, ``tokenizer.json``). The
+first call trains it, for a fixed number of steps on one thread, so the same recipe gives the same weights on the same
+machine; later calls find it. The folder is named after a hash of everything that shapes the weights, and comes into
+being by one rename: a warm start that was cut off leaves nothing that could be taken for a model::
+
+    folder = base_model("cache", Recipe(seed=0))
+    accuracy = greedy_accuracy(load(folder), Adder(), count=256)
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from staleflow.tasks import adder
+from staleflow.tasks.adder import Adder, Teacher, respond
+from staleflow.tasks.task import Problem, TaskError
+
+FORMAT = 1
+"""Raise it when code below changes what a recipe makes."""
+IGNORED = -100
+Row = tuple[Problem, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    hidden: int = 128
+    intermediate: int = 336
+    layers: int = 3
+    heads: int = 4
+    positions: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that shapes the weights."""
+
+    seed: int = 0
+    steps: int = 1000
+    batch: int = 16
+    learning_rate: float = 2.5e-3
+    warmup: int = 20
+    bucket: int = 8
+    """Batches that are drawn together and sorted by length, so that little padding is computed."""
+    near_end: int = 3
+    """Every third problem begins within 9 of the modulus. Starting again there is too rare to be learned otherwise, and
+    what the base model never does right, reinforcement cannot select."""
+    teacher: Teacher = field(default_factory=Teacher)
+    shape: Shape = field(default_factory=Shape)
+
+    @property
+    def key(self) -> str:
+        """Names the result. Versions of the libraries are part of it: they change the last bits of every sum."""
+        parts = [FORMAT, asdict(self), adder.VOCABULARY, adder.ADDITIONS_P, adder.MODULUS]
+        parts += [torch.__version__, transformers.__version__]
+        return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def base_model(
+    cache: str | Path, recipe: Recipe | None = None, on_step: Callable[[int, float], None] = lambda _step, _loss: None
+) -> Path:
+    """The folder of the warmed-up model, made now if it is not there. ``on_step`` hears of every step and its loss."""
+    recipe = recipe or Recipe()
+    target = Path(cache) / f"adder-{recipe.key}"
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".partial", dir=target.parent))
+    except OSError as error:
+        raise TaskError(f"{cache}: cannot be written ({error.strerror}): name another folder as cache") from None
+    try:
+        model = warm_start(recipe, on_step)
+        model.config.save_pretrained(draft)
+        model.generation_config.save_pretrained(draft)
+        save_file(model.state_dict(), draft / "model.safetensors", {"format": "pt"})
+        tokenizer().save_pretrained(draft)
+        (draft / "recipe.json").write_text(json.dumps(asdict(recipe), indent=2))
+        _publish(draft, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return target
+
+
+def _publish(draft: Path, target: Path) -> None:
+    for path in draft.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    draft.chmod(0o755)
+    try:
+        draft.rename(target)
+    except OSError:
+        if not target.is_dir():  # else another process made the same model first
+            raise
+
+
+def load(folder: str | Path) -> LlamaForCausalLM:
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder, local_files_only=True))
+    model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
+    return model.eval()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {word: number for number, word in enumerate(adder.VOCABULARY)}
+    raw = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    raw.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="</s>", pad_token="<pad>", clean_up_tokenization_spaces=False
+    )
+
+
+def new_model(shape: Shape, seed: int) -> LlamaForCausalLM:
+    """Untrained. Inputs are embedded large and outputs small, which is what makes a minute of training enough."""
+    config = LlamaConfig(
+        vocab_size=len(adder.VOCABULARY),
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        max_position_embeddings=shape.positions,
+        tie_word_embeddings=False,
+        pad_token_id=adder.PAD,
+        bos_token_id=None,
+        eos_token_id=adder.END,
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+    )
+    model = LlamaForCausalLM(config)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim < 2:
+                continue
+            if "embed_tokens" in name:
+                std = 0.4
+            elif "lm_head" in name:
+                std = 0.05
+            else:
+                std = weight.shape[1] ** -0.5 * (0.5 if "o_proj" in name or "down_proj" in name else 1.0)
+            weight.normal_(0.0, std, generator=random)
+    return model
+
+
+# Warm start
+
+
+def warm_start(recipe: Recipe, on_step: Callable[[int, float], None] = lambda _step, _loss: None) -> LlamaForCausalLM:
+    """Supervised training on the teacher's responses to problems of the training split."""
+    with one_thread():
+        model = new_model(recipe.shape, recipe.seed).train()
+        optimiser = torch.optim.AdamW(
+            model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, recipe))
+        for step, (ids, labels) in zip(range(recipe.steps), _batches(recipe), strict=False):
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+            loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimiser.step()
+            optimiser.zero_grad()
+            schedule.step()
+            on_step(step, loss.item())
+    return model.eval()
+
+
+def _rate(step: int, recipe: Recipe) -> float:
+    if step < recipe.warmup:
+        return (step + 1) / recipe.warmup
+    return 1.0 - 0.9 * (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+
+
+def _batches(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of rows of similar length, in random order; without end."""
+    task, random = Adder(recipe.seed), torch.Generator().manual_seed(recipe.seed + 1)
+    number = 0
+    while True:
+        rows: list[Row] = []
+        while len(rows) < recipe.batch * recipe.bucket:
+            problem = task.problem(number)
+            number += 1
+            if len(rows) % recipe.near_end == 0 and problem.facts["x"] < adder.MODULUS - len(adder.INCREMENTS):
+                continue
+            chances = iter(torch.rand(adder.MOST_ADDITIONS, generator=random).tolist())
+            rows.append(
+                (problem, respond(problem, lambda c, chances=chances: recipe.teacher.forgets(c, next(chances))))
+            )
+        cuts = _cut(rows, recipe.bucket)
+        for at in torch.randperm(len(cuts), generator=random).tolist():
+            yield _padded(cuts[at])
+
+
+def _cut(rows: list[Row], parts: int) -> list[list[Row]]:
+    """Sorted by length and cut into parts of about as many tokens each: equal noise in every step, little padding."""
+    rows = sorted(rows, key=lambda row: len(row[1]))
+    ends = list(accumulate(len(response) for _, response in rows))
+    cuts: list[list[Row]] = [[] for _ in range(parts)]
+    for row, end in zip(rows, ends, strict=True):
+        cuts[min(parts - 1, (end - 1) * parts // ends[-1])].append(row)
+    return [cut for cut in cuts if cut]
+
+
+def _padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    longest = adder.PROMPT_TOKENS + max(len(response) for _, response in rows)
+    ids = torch.full((len(rows), longest), adder.PAD)
+    labels = torch.full((len(rows), longest), IGNORED)
+    for row, (problem, response) in enumerate(rows):
+        end = adder.PROMPT_TOKENS + len(response)
+        ids[row, :end] = torch.tensor([*cast(tuple[int, ...], problem.prompt), *response])
+        labels[row, adder.PROMPT_TOKENS : end] = ids[row, adder.PROMPT_TOKENS : end]
+    return ids, labels
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The order of floating-point sums depends on the number of threads, and so would the weights."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# Evaluation
+
+
+def greedy_accuracy(model: Any, task: Adder, count: int = 256) -> float:
+    """The share of the first ``count`` held-out problems that the model's most likely response solves."""
+    problems = [task.problem(index, "held-out") for index in range(count)]
+    responses = generate(model, problems, temperature=0.0)
+    return sum(task.verify(*each) for each in zip(problems, responses, strict=True)) / count
+
+
+@torch.inference_mode()
+def generate(model: Any, problems: Sequence[Problem], temperature: float, seed: int = 0) -> list[list[int]]:
+    """One response per problem, all in one batch; 0 takes the most likely token. For checks: engines are faster."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.tensor([problem.prompt for problem in problems])
+    done = torch.zeros(len(problems), dtype=torch.bool)
+    past: Any = None
+    made: list[Tensor] = []
+    for _ in range(adder.MAX_RESPONSE_TOKENS + 8):
+        out = model(input_ids=ids, past_key_values=past, use_cache=True)
+        past, logits = out.past_key_values, out.logits[:, -1]
+        if temperature:
+            ids = torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)
+        else:
+            ids = logits.argmax(-1, keepdim=True)
+        made.append(ids[:, 0].masked_fill(done, adder.PAD))
+        done |= ids[:, 0] == adder.END
+        if bool(done.all()):
+            break
+    return [_until_end(row) for row in torch.stack(made, 1).tolist()]
+
+
+def _until_end(tokens: list[int]) -> list[int]:
+    return tokens[: tokens.index(adder.END) + 1] if adder.END in tokens else tokens

@@ -1,0 +1,114 @@
+"""The numbered prompts of a run: what the trajectory server draws from, and what the verifier looks up again.
+
+Both kinds are pure functions of the prompt's number, so a resumed run, a replacement for a lost group and a reward
+worker all see the same problem, and there is no cursor to save beyond that number::
+
+    prompts = DataPrompts(read_jsonl("train.jsonl"), encode=tokenizer.encode, seed=0, max_tokens=512)
+    prompts.tokens(0), prompts.ids(0)       # for the trajectory server
+    prompts.problem(0)                      # for the reward
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from staleflow.servers.payloads import TOKEN
+from staleflow.tasks.order import Order
+from staleflow.tasks.task import Problem, Split, Task, TaskError, digest
+
+Encode = Callable[[str], Sequence[int]]
+RECENT = 4096
+"""Encoded prompts that are kept: a group asks for its prompt several times within a short while."""
+
+
+class DataPrompts:
+    """Prompts from a finite data set, shuffled in every epoch.
+
+    A prompt that is longer than ``max_tokens`` is left out before anything is numbered. Which ones those are depends on
+    the data, the encoder and the limit alone, so leaving them out does not make a resume less exact. The encoder sees
+    every prompt once at the start for that; only lengths are kept.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        encode: Encode,
+        seed: int = 0,
+        max_tokens: int | None = None,
+        epochs: int | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        lengths: list[int] = []
+        seen = hashlib.blake2b(repr((seed, max_tokens, shuffle)).encode(), digest_size=8)
+        for problem in problems:
+            ids = _bytes(_encoded(problem, encode))
+            lengths.append(len(ids) // TOKEN.itemsize)
+            seen.update(len(ids).to_bytes(8, "little") + ids)
+        self.fingerprint = seen.hexdigest()
+        """Equal where every number means the same prompt: a resume with another one reads other data."""
+        self._kept = [at for at, length in enumerate(lengths) if 0 < length <= (max_tokens or length)]
+        self.skipped = len(problems) - len(self._kept)
+        """Items that are never asked: too long, or empty."""
+        if problems and not self._kept:
+            raise TaskError(
+                f"all {len(problems)} prompts are empty or longer than {max_tokens} tokens (shortest: {min(lengths)}): "
+                "raise the limit"
+            )
+        self.order = Order(len(self._kept), seed, epochs, shuffle)
+        self._problems = problems
+        self._lengths = lengths
+        self._bytes = lru_cache(RECENT)(lambda item: _bytes(_encoded(problems[item], encode)))
+
+    def tokens(self, prompt: int) -> int | None:
+        place = self.order.place(prompt)
+        return None if place is None else self._lengths[self._kept[place[1]]]
+
+    def ids(self, prompt: int) -> bytes:
+        return self._bytes(self.item(prompt))
+
+    def problem(self, prompt: int) -> Problem:
+        return self._problems[self.item(prompt)]
+
+    def item(self, prompt: int) -> int:
+        """Its place in the data as it was read."""
+        place = self.order.place(prompt)
+        if place is None:
+            raise TaskError(f"prompt {prompt} is past the end of the data: {self.order.epochs} epochs were asked for")
+        return self._kept[place[1]]
+
+
+class TaskPrompts:
+    """Prompts from a task: prompt ``n`` is problem ``n``, without end unless ``limit`` sets one."""
+
+    def __init__(
+        self, task: Task, split: Split = "train", encode: Encode | None = None, limit: int | None = None
+    ) -> None:
+        self.task = task
+        settings = repr(task) if is_dataclass(task) else ""  # any other object's text may hold its address
+        self.fingerprint = f"{digest('task', type(task).__qualname__, settings, split):016x}"
+        self._limit = limit
+        self._encode = encode
+        self.problem = lru_cache(RECENT)(lambda prompt: task.problem(prompt, split))
+
+    def tokens(self, prompt: int) -> int | None:
+        if self._limit is not None and prompt >= self._limit:
+            return None
+        return len(_encoded(self.problem(prompt), self._encode))
+
+    def ids(self, prompt: int) -> bytes:
+        return _bytes(_encoded(self.problem(prompt), self._encode))
+
+
+def _encoded(problem: Problem, encode: Encode | None) -> Sequence[int]:
+    if not isinstance(problem.prompt, str):
+        return problem.prompt
+    if encode is None:
+        raise TaskError("the task has text prompts: give the encode function of a tokenizer")
+    return encode(problem.prompt)
+
+
+def _bytes(ids: Sequence[int]) -> bytes:
+    return np.asarray(ids, TOKEN).tobytes()

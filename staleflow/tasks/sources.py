@@ -1,0 +1,163 @@
+"""Data sources: files, generators and reasoning-gym tasks, as problems.
+
+A source is a finite sequence of problems with text prompts, or a ``Task``, which has no end. ``prompts.py`` turns
+either into the numbered prompts of a run::
+
+    problems = read_jsonl("gsm8k/train.jsonl", prompt="question", answer="answer")
+    problems = generated("my_package.puzzles:make", seed=0, count=500)
+    problems = reasoning_gym("leg_counting", seed=0, size=500)
+
+``prompt`` is a column, or a text with columns in braces: ``"{Body} {Question}"``. All columns of a file are the
+``facts`` that the reward function sees; the answer is ``facts["answer"]``.
+"""
+
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from staleflow.tasks.task import Problem, Split, Task, TaskError, held_out
+
+
+def read_jsonl(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
+    """One JSON object per line; blank lines are left out."""
+    problems: list[Problem] = []
+    with _existing(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise TaskError(f"{path}, line {number}: no valid JSON ({error}): write one object per line") from None
+            if not isinstance(row, dict):
+                raise TaskError(f"{path}, line {number}: a {type(row).__name__}: write one JSON object per line")
+            problems.append(_problem(f"{path}, line {number}", row, prompt, answer))
+    return _some(problems, str(path))
+
+
+def read_parquet(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
+    """Reads the whole file; needs pyarrow."""
+    parquet = require("pyarrow.parquet", "pyarrow", "Parquet files")
+    rows = parquet.read_table(str(_existing(path))).to_pylist()
+    where = enumerate(rows, 1)
+    return _some([_problem(f"{path}, row {number}", row, prompt, answer) for number, row in where], str(path))
+
+
+def read_file(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
+    """JSONL or Parquet, by the ending of the name."""
+    ending = Path(path).suffix.lower()
+    if ending in (".jsonl", ".ndjson"):
+        return read_jsonl(path, prompt, answer)
+    if ending == ".parquet":
+        return read_parquet(path, prompt, answer)
+    raise TaskError(f"{path}: the ending {ending!r} is not known: give a .jsonl or a .parquet file")
+
+
+def generated(
+    spec: str, prompt: str = "prompt", answer: str | None = "answer", **arguments: Any
+) -> Task | list[Problem]:
+    """What ``module:function`` returns for ``arguments``: a task, or a list of problems or of rows like a file's."""
+    made = load_function(spec, "data")(**arguments)
+    if isinstance(made, Task):
+        return made
+    if isinstance(made, str) or not isinstance(made, Sequence):
+        raise TaskError(f"data {spec!r} returned a {type(made).__name__}: return a list of rows, or a task")
+    rows = enumerate(made)
+    return _some([_as_problem(f"data {spec!r}, item {at}", row, prompt, answer) for at, row in rows], f"data {spec!r}")
+
+
+def reasoning_gym(name: str, seed: int = 0, size: int = 10_000, **settings: Any) -> list[Problem]:
+    """Entries of one reasoning-gym data set. The ``reasoning-gym`` reward scores the responses."""
+    gym = require("reasoning_gym", "reasoning-gym", "reasoning-gym tasks")
+    try:
+        entries: Iterable[Mapping[str, Any]] = gym.create_dataset(name, seed=seed, size=size, **settings)
+    except ValueError as error:
+        raise TaskError(f"reasoning-gym has no task {name!r} with these settings ({error}): check the name") from None
+    facts = ({"answer": each["answer"], "gym": name, "entry": dict(each)} for each in entries)
+    return _some([Problem(str(each["entry"]["question"]), each) for each in facts], f"reasoning-gym task {name!r}")
+
+
+# Code and packages named by the user
+
+
+def load_function(spec: str, what: str) -> Callable[..., Any]:
+    """The function that ``module:function`` names; ``what`` says in errors which setting was meant."""
+    module, colon, name = spec.partition(":")
+    if not (module and colon and name):
+        raise TaskError(f"{what} {spec!r}: write module:function, as in my_package.my_module:my_function")
+    if not {"", os.getcwd()} & set(sys.path):  # an installed command does not look where it is called
+        sys.path.append(os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:  # whatever the user's module raises
+        raise TaskError(
+            f"{what} {spec!r}: importing {module} failed ({type(error).__name__}: {_line(error)}): "
+            "correct the name, or add its folder to PYTHONPATH"
+        ) from None
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise TaskError(f"{what} {spec!r}: {module} has no {name}: correct the part behind the colon")
+        found = getattr(found, part)
+    if not callable(found):
+        raise TaskError(f"{what} {spec!r}: {name} is a {type(found).__name__}: name a function")
+    return found
+
+
+def require(module: str, package: str, purpose: str) -> Any:
+    """A package that is needed for this alone, or the line that says how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise TaskError(f"{purpose} need the package {package}: pip install {package}") from None
+
+
+def part(problems: Sequence[Problem], split: Split) -> list[Problem]:
+    """Those of one split. The prompt alone decides, so a problem stays where it is when others come or go."""
+    return [problem for problem in problems if held_out("prompt", problem.prompt) == (split == "held-out")]
+
+
+# Within
+
+_BRACED = re.compile(r"\{([^{}]+)\}")
+
+
+def _problem(where: str, row: Mapping[str, Any], prompt: str, answer: str | None) -> Problem:
+    columns = _BRACED.findall(prompt) or [prompt]
+    for column in (*columns, *([] if answer is None else [answer])):
+        if column not in row:
+            raise TaskError(f"{where}: no column {column!r}: name one of {', '.join(map(repr, row)) or 'none'}")
+    for column in columns:
+        if not isinstance(row[column], str):
+            kind = type(row[column]).__name__
+            raise TaskError(f"{where}: the prompt column {column!r} holds a {kind}: name a column of text")
+    text = row[prompt] if columns == [prompt] else _BRACED.sub(lambda found: row[found[1]], prompt)
+    return Problem(text, {**row, "answer": row[answer]} if answer is not None else dict(row))
+
+
+def _as_problem(where: str, row: Any, prompt: str, answer: str | None) -> Problem:
+    if isinstance(row, Problem):
+        return row
+    if not isinstance(row, Mapping):
+        raise TaskError(f"{where}: a {type(row).__name__}: return dictionaries or problems")
+    return _problem(where, row, prompt, answer)
+
+
+def _existing(path: str | Path) -> Path:
+    if not Path(path).is_file():
+        raise TaskError(f"{path}: no such file: correct the path of the data")
+    return Path(path)
+
+
+def _some(problems: list[Problem], where: str) -> list[Problem]:
+    if not problems:
+        raise TaskError(f"{where}: no items: name data that has some")
+    return problems
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())

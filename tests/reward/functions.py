@@ -1,0 +1,48 @@
+"""Reward functions that the tests name; they run in worker processes."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from staleflow.reward.function import Response
+from staleflow.tasks.task import Problem
+
+NOT_A_FUNCTION = 1
+
+
+def behave(problem: Problem, response: Response) -> Any:
+    """Does what the text of the response says."""
+    print("what a reward prints is no answer", flush=True)
+    match response.text:
+        case "hang":
+            threading.Event().wait()
+        case "hang with a child":
+            child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
+            with open(problem.facts["file"], "w") as file:
+                file.write(str(child.pid))
+            child.wait()
+        case "crash":
+            os._exit(3)
+        case "exception":
+            raise KeyError("no such\nthing")
+        case "nan":
+            return float("nan")
+        case "infinite":
+            return float("inf")
+        case "string":
+            return "1.0"
+        case "none":
+            return None
+        case "pid":
+            return float(os.getpid())
+    return problem.facts.get("reward", 0.5)
+
+
+async def later(problem: Problem, response: Response) -> float:
+    await asyncio.sleep(0)
+    if response.text == "exception":
+        raise RuntimeError("too late")
+    return len(problem.prompt) + sum(response.tokens)

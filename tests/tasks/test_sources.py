@@ -1,0 +1,180 @@
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from staleflow.tasks.adder import Adder
+from staleflow.tasks.sources import generated, load_function, part, read_file, read_jsonl, read_parquet, reasoning_gym
+from staleflow.tasks.task import Problem, TaskError
+
+ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1), "level": n} for n in range(4)]
+
+
+def jsonl(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def rows(**arguments: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{arguments['seed']}/{at}", "answer": at} for at in range(arguments["count"])]
+
+
+def made_problems() -> list[Problem]:
+    return [Problem((1, 2), {})]
+
+
+def endless() -> Adder:
+    return Adder(3)
+
+
+def a_generator() -> Any:
+    yield from ROWS
+
+
+def numbers() -> list[int]:
+    return [1]
+
+
+def nothing() -> list[int]:
+    return []
+
+
+NOT_A_FUNCTION = 3
+
+
+def test_jsonl_rows_become_problems_with_all_their_columns(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "data.jsonl", *map(json.dumps, ROWS), "")
+    problems = read_file(path, prompt="question")
+    assert [problem.prompt for problem in problems] == [row["question"] for row in ROWS]
+    assert [problem.facts for problem in problems] == ROWS
+    assert read_jsonl(path, prompt="question", answer="level")[3].facts["answer"] == 3
+
+
+def test_a_prompt_can_be_made_of_several_columns(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "data.jsonl", '{"body": "Two {birds}.", "ask": "How many?", "right": 2.0}')
+    (problem,) = read_jsonl(path, prompt="Q: {body} {ask}", answer="right")
+    assert problem.prompt == "Q: Two {birds}. How many?"
+    assert problem.facts["answer"] == 2.0
+
+
+def test_a_problem_stays_in_its_split_when_the_data_grows() -> None:
+    problems = [Problem(f"question {at}", {"at": at}) for at in range(300)]
+    train, held = part(problems, "train"), part(problems, "held-out")
+    assert sorted(problem.facts["at"] for problem in train + held) == list(range(300))
+    assert 10 < len(held) < 60
+    assert part(problems[:150], "held-out") == [problem for problem in held if problem.facts["at"] < 150]
+
+
+@pytest.mark.parametrize(
+    ("lines", "columns", "message"),
+    [
+        (['{"a": "x"}'], ("{a} {b}", None), "no column 'b': name one of 'a'$"),
+        (['{"a": "x"}'], ("question", None), "no column 'question': name one of 'a'$"),
+        (['{"a": "x", "b": 1}'], ("a", "answer"), "no column 'answer': name one of 'a', 'b'$"),
+        (['{"a": "x"}', '{"b": 1}'], ("a", None), "line 2: no column 'a': name one of 'b'$"),
+        (["{"], ("a", None), "line 1: no valid JSON .* one object per line"),
+        (["[1]"], ("a", None), "a list: write one JSON object"),
+        (['{"a": 3}'], ("a", None), "holds a int: name a column of text"),
+        ([""], ("a", None), "no items"),
+    ],
+)
+def test_bad_rows_are_one_clear_line(
+    tmp_path: Path, lines: list[str], columns: tuple[str, str | None], message: str
+) -> None:
+    with pytest.raises(TaskError, match=message) as error:
+        read_jsonl(jsonl(tmp_path / "data.jsonl", *lines), *columns)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_files_and_unknown_endings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="correct the path"):
+        read_file(tmp_path / "none.jsonl")
+    with pytest.raises(TaskError, match=r"give a \.jsonl or a \.parquet"):
+        read_file(tmp_path / "data.csv")
+
+
+def test_generators_make_rows_problems_or_a_task() -> None:
+    found = generated(f"{__name__}:rows", seed=5, count=2)
+    assert found == [Problem("5/0", {"prompt": "5/0", "answer": 0}), Problem("5/1", {"prompt": "5/1", "answer": 1})]
+    assert generated(f"{__name__}:made_problems") == [Problem((1, 2), {})]
+    assert generated(f"{__name__}:endless") == Adder(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("a_generator", "returned a generator"), ("numbers", "item 0: a int"), ("nothing", "no items")],
+)
+def test_generators_that_make_something_else_are_refused(name: str, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        generated(f"{__name__}:{name}")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("no_colon", "write module:function"),
+        (":name", "write module:function"),
+        ("no_such_module_anywhere:f", "importing no_such_module_anywhere failed"),
+        (f"{__name__}:missing", "has no missing"),
+        (f"{__name__}:NOT_A_FUNCTION", "is a int: name a function"),
+    ],
+)
+def test_functions_that_cannot_be_found_are_one_clear_line(spec: str, message: str) -> None:
+    with pytest.raises(TaskError, match=message) as error:
+        load_function(spec, "data")
+    assert "\n" not in str(error.value)
+
+
+def absent(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
+    module = ModuleType(name)
+    vars(module).update(content)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent(monkeypatch, "pyarrow", "pyarrow.parquet", "reasoning_gym")
+    path = jsonl(tmp_path / "data.parquet", "")
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: read_parquet(path), "pip install pyarrow"),
+        (lambda: reasoning_gym("sums"), "pip install reasoning-gym"),
+    ]
+    for call, message in calls:
+        with pytest.raises(TaskError, match=message):
+            call()
+
+
+def test_parquet_rows_are_read_like_jsonl_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = SimpleNamespace(to_pylist=lambda: ROWS)
+    fake(monkeypatch, "pyarrow")
+    fake(monkeypatch, "pyarrow.parquet", read_table=lambda _path: table)
+    path = jsonl(tmp_path / "data.parquet", "")
+    assert [problem.facts for problem in read_file(path, prompt="question")] == ROWS
+    with pytest.raises(TaskError, match="row 1: no column 'prompt': name one of 'question', 'answer', 'level'"):
+        read_parquet(path)
+
+
+def test_reasoning_gym_entries_keep_what_their_scorer_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create_dataset(name: str, seed: int, size: int) -> list[dict[str, Any]]:
+        if name != "sums":
+            raise ValueError(f"Dataset '{name}' not registered")
+        return [{"question": f"q{seed}.{at}", "answer": str(at), "metadata": {}} for at in range(size)]
+
+    fake(monkeypatch, "reasoning_gym", create_dataset=create_dataset)
+    first, second = reasoning_gym("sums", seed=4, size=2)
+    assert (first.prompt, second.prompt) == ("q4.0", "q4.1")
+    assert second.facts == {
+        "answer": "1",
+        "gym": "sums",
+        "entry": {"question": "q4.1", "answer": "1", "metadata": {}},
+    }
+    with pytest.raises(TaskError, match="check the name"):
+        reasoning_gym("products")
