@@ -273,6 +273,27 @@ def test_a_full_disk_loses_nothing_and_the_run_goes_on_when_there_is_room_again(
     assert image(server) == journal.images[journal.position]
 
 
+def test_payload_that_finds_no_room_waits_and_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, _ = live(tmp_path / "journal.db", 8, 60)
+    server = journal.server
+    assert server is not None
+    journal.commit()
+    durable, life = journal.durable, Life(server, Random(8))
+    for _ in range(200):
+        life.act()
+    with monkeypatch.context() as full:
+        full.setattr(
+            payload_files.os, "fdatasync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
+        for _ in range(3):
+            with pytest.raises(JournalError, match=r"No space left on device\): free some disk space"):
+                journal.commit()
+    assert journal.durable == durable
+    journal.close()
+    _, again = reopened(journal.path)
+    assert image(again) == journal.images[journal.position]
+
+
 def test_a_closed_journal_takes_nothing(tmp_path: Path) -> None:
     journal = DurableJournal(tmp_path / "journal.db")
     journal.close()
