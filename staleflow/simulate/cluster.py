@@ -22,6 +22,7 @@ from staleflow.runtime.outbox import HeldInstance, HeldRewards, HeldTrainer, Out
 from staleflow.runtime.ports import Report, Work
 from staleflow.servers.book import let_go, of_group
 from staleflow.servers.lifecycle import Group, Trajectory
+from staleflow.servers.payloads import TOKEN
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.simulate.clock import VirtualLoop
 from staleflow.simulate.disk import SimJournal
@@ -223,8 +224,8 @@ class Cluster:
         return self.workload.prompt_tokens(prompt)
 
     def ids(self, prompt: int) -> bytes:
-        """No payload is modelled."""
-        raise NotImplementedError(f"prompt {prompt} has a length and nothing else")
+        """All its tokens are 0, as are those that modelled engines make."""
+        return bytes(TOKEN.itemsize * self.workload.prompt_tokens(prompt))
 
     def _target_of(self, work: Work) -> int:
         """How long the trajectory will become: known to the engine as it ends, never to a scheduler."""

@@ -9,13 +9,13 @@ import pytest
 import staleflow
 
 ROOT = Path(staleflow.__path__[0])
-EFFECTS = {"database.py", "durable.py", "payload_files.py"}
-"""What reaches the disk; control code sees it through the ``Journal`` protocol."""
+EFFECTS = ("servers/database.py", "servers/durable.py", "servers/payload_files.py", "servers/weights/")
+"""What reaches the disk and shared memory; control code sees it through the ``Journal`` protocol and the ports."""
 FILES = sorted(
     path
     for part in ("runtime", "servers", "coordinator", "protocol")
-    for path in ROOT.glob(f"{part}/*.py")
-    if path.name not in EFFECTS
+    for path in ROOT.glob(f"{part}/**/*.py")
+    if not path.relative_to(ROOT).as_posix().startswith(EFFECTS)
 )
 IMPORTS = {"time", "datetime", "random", "secrets", "uuid", "threading", "multiprocessing", "staleflow.simulate"}
 CALLS = {"hash", "id", "os.urandom", "asyncio.get_event_loop", "np.random", "numpy.random"}

@@ -17,6 +17,7 @@ from staleflow.servers.payloads import Chunk
 from staleflow.servers.state import recover
 from staleflow.servers.trajectories import TrajectoryServer
 from tests.servers.lives import Life, image, new_server
+from tests.servers.worlds import Source
 
 
 class Pictured(DurableJournal):
@@ -292,6 +293,27 @@ def test_payload_that_finds_no_room_waits_and_is_not_lost(tmp_path: Path, monkey
     journal.close()
     _, again = reopened(journal.path)
     assert image(again) == journal.images[journal.position]
+
+
+def test_a_kill_loses_no_page_cache_so_syncing_is_watched_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a power failure would show a missing sync: payload must be synced before the data base commits it."""
+    journal, _ = live(tmp_path / "journal.db", 2, 30)
+    journal.commit()
+    done: list[str] = []
+    synced = payload_files.os.fdatasync
+    monkeypatch.setattr(payload_files.os, "fdatasync", lambda handle: (synced(handle), done.append("synced")))
+    journal._db.set_trace_callback(lambda statement: done.append(statement.split()[0]))
+    server = journal.server
+    assert server is not None
+    server.admit(Source(first=3))
+    journal.commit()
+    assert done[0] == "synced"
+    assert done[-1] == "COMMIT"
+    journal._db.set_trace_callback(None)
+    assert journal._db.execute("PRAGMA synchronous").fetchone() == (2,), "FULL: a commit returns when it is on disk"
+    assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
 def test_a_closed_journal_takes_nothing(tmp_path: Path) -> None:
