@@ -6,7 +6,10 @@ from typing import NoReturn
 
 from staleflow import __version__
 from staleflow.rollout import profile_command as profile
+from staleflow.runtime.local import command as train
 from staleflow.simulate import command as simulate
+from staleflow.simulate import compare_command as compare
+from staleflow.simulate import plan_command as plan
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,9 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="staleflow", description="RL post-training under a strict staleness bound.")
     parser.add_argument("--version", action="version", version=f"staleflow {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="the main job (in this version: a simulated run)")
-    train.set_defaults(run=run_train)
+    train.add_parser(commands)
     simulate.add_parser(commands)
+    compare.add_parser(commands)
+    plan.add_parser(commands)
     profile.add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
     if unknown := [each for each in rest if each.startswith("-") or "overrides" not in options]:
@@ -30,9 +34,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:  # argparse takes one run of positional arguments; between options there may be more
         options.overrides += rest
     return options.run(options)
-
-
-def run_train(_: argparse.Namespace) -> int:
-    print("Training a real model is not part of this version yet. What exists is everything that decides: protocol,")
-    print("coordinator and control plane. Here they run a simulated cluster (staleflow simulate --help for more).\n")
-    return main(["simulate", "--steps", "8"])

@@ -17,6 +17,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from staleflow.servers.lifecycle import Trajectory
 from staleflow.tasks.task import Problem
 
 Process = asyncio.subprocess.Process
+MOST_AHEAD = 32
+"""Responses that are sent to one worker before it has answered the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +108,38 @@ class RewardPool:
     async def _serve(self, process: Process | None) -> None:
         try:
             while True:
-                name, job = await self._queue.get()
-                if self._asked.get(name) is not job:
-                    continue
+                due = await self._due()
                 try:
                     process = process or await self._spawn()
-                    answer = await self._ask(process, job)
+                    self._send(process, due)
+                    while due:
+                        name, job = due[0]
+                        self._answer(name, job, await self._hear(process, job))
+                        due.popleft()
                 except _WorkerLostError as lost:
-                    answer, process = Answer(job.number, why=str(lost)), await self._end(process)
+                    process = await self._end(process)
                     self.replaced += 1
+                    self._give_up(due, str(lost))
                 except (RewardError, OSError) as error:
-                    answer = Answer(job.number, why=str(error))
-                self._answer(name, job, answer)
+                    self._give_up(due, str(error))
         finally:
             await self._end(process)
+
+    async def _due(self) -> deque[tuple[str, Job]]:
+        """The next responses for one worker: its share of those that wait, so that they cost one system call."""
+        due = deque([await self._queue.get()])
+        most = min(MOST_AHEAD, 1 + self._queue.qsize() // self.settings.workers)
+        while len(due) < most and not self._queue.empty():
+            due.append(self._queue.get_nowait())
+        return deque(each for each in due if self._asked.get(each[0]) is each[1])
+
+    def _give_up(self, due: deque[tuple[str, Job]], why: str) -> None:
+        """The first of them has failed; the others were only waiting behind it."""
+        if due:
+            name, job = due.popleft()
+            self._answer(name, job, Answer(job.number, why=why))
+        for each in due:
+            self._queue.put_nowait(each)
 
     def _answer(self, name: str, job: Job, answer: Answer) -> None:
         if self._asked.get(name) is not job:
@@ -131,14 +152,21 @@ class RewardPool:
         else:
             loop.call_soon(self._on_reward, name, answer.reward)
 
-    async def _ask(self, process: Process, job: Job) -> Answer:
-        try:
-            frame = pack(job)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise RewardError(f"the problem cannot be sent to a reward worker ({error}): keep to JSON values") from None
+    def _send(self, process: Process, due: deque[tuple[str, Job]]) -> None:
+        """One that cannot be sent is answered here, and only the others go."""
+        assert process.stdin is not None
+        for name, job in list(due):
+            try:
+                process.stdin.write(pack(job))
+            except (TypeError, ValueError, OverflowError) as error:
+                why = f"the problem cannot be sent to a reward worker ({error}): keep to JSON values"
+                self._answer(name, job, Answer(job.number, why=why))
+                due.remove((name, job))
+
+    async def _hear(self, process: Process, job: Job) -> Answer:
         try:
             async with asyncio.timeout(self.settings.timeout_s):
-                answer = await _exchange(process, frame)
+                answer = await _answer_of(process)
         except TimeoutError:
             raise _WorkerLostError(f"the reward took more than {self.settings.timeout_s:g} s") from None
         if answer.number != job.number:
@@ -157,7 +185,7 @@ class RewardPool:
         why = ""
         try:
             async with asyncio.timeout(self.settings.start_timeout_s):
-                why = (await _exchange(process, b"")).why
+                why = (await _answer_of(process)).why
         except TimeoutError:
             why = f"reward {self.spec!r} was not loaded within {self.settings.start_timeout_s:g} s"
         except _WorkerLostError as lost:
@@ -194,6 +222,8 @@ class PoolPort:
         self._decode = decode
 
     def score(self, trajectory: Trajectory) -> None:
+        if trajectory.state != "generated":
+            return  # its group was given up meanwhile
         tokens = tuple(int(token) for token in self._tokens(trajectory.name))
         problem = self._problem(trajectory.group.prompt)
         self._pool.submit(trajectory.name, problem, Response(self._decode(tokens), tokens))
@@ -203,14 +233,9 @@ class _WorkerLostError(Exception):
     """The worker is of no use any more."""
 
 
-async def _exchange(process: Process, frame: bytes) -> Answer:
-    """Send a frame, if there is one, and wait for the answer."""
-    assert process.stdin is not None
+async def _answer_of(process: Process) -> Answer:
     assert process.stdout is not None
     try:
-        if frame:
-            process.stdin.write(frame)
-            await process.stdin.drain()
         head = await process.stdout.readexactly(HEAD)
         return unpack(await process.stdout.readexactly(size(head)), Answer)
     except (asyncio.IncompleteReadError, ConnectionError):

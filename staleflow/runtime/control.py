@@ -83,7 +83,7 @@ class ControlPlane:
         """Why a complete group is not worth training on, if it is not (no learning signal, say)."""
         self._prompts = prompts
         self._scoring = Scoring(
-            rewards, settings.reward_timeout_s, settings.reward_tries, lambda each, why: self._release(each.group, why)
+            rewards, settings.reward_timeout_s, settings.reward_tries, self._not_scored
         )
         self._feed = Feed(server, trainer, settings.strategies.consume, self._drop)
         self._work = asyncio.Event()
@@ -120,6 +120,13 @@ class ControlPlane:
             for task in tasks:
                 task.cancel()
 
+    def stop(self) -> None:
+        """End the run as soon as no step is in training."""
+        if self.ledger.frontier > self.ledger.version:
+            self._steps = self.ledger.frontier
+        else:
+            self._done.set()
+
     # Membership
 
     def join(self, port: InstancePort) -> None:
@@ -132,6 +139,12 @@ class ControlPlane:
         self.members[port.name] = Member(port, self.term, life=snapshot.life, version=snapshot.version)
         self._table = None
         self._changed()
+
+    def left(self, name: str) -> None:
+        """An instance is known to be dead."""
+        if (member := self.members.get(name)) is not None and member.alive:
+            self._lose(member)
+            self._changed()
 
     def recover(self) -> None:
         """The server has been replayed from the journal: find out what happened while nobody was listening."""
@@ -187,6 +200,8 @@ class ControlPlane:
         for name, epoch, spans in report.returned:
             if self._believe(member, self._returned, name, epoch, spans, chunks.get(name)):
                 member.residents.pop(name, None)
+        for name, epoch, why in report.failed:
+            self._fault(member, name, epoch, why, "no engine could serve it")
         if report.pulled is not None and report.pulled > member.version:
             self.server.note("pull", member.name, report.pulled)
             member.version = report.pulled
@@ -210,14 +225,18 @@ class ControlPlane:
         try:
             return tell(name, epoch, spans, chunk)
         except BadReportError as error:
-            self.on_bad_report(member.name, str(error))
-            self._truncating.discard(name)
-            member.residents.pop(name, None)
             member.forget([(name, epoch)])
-            trajectory = self.server.fault(name, epoch, str(error))
-            if trajectory is not None and trajectory.faults >= MOST_FAULTS:
-                self._release(trajectory.group, "bad reports")
+            self._fault(member, name, epoch, str(error), "bad reports")
             return False
+
+    def _fault(self, member: Member, name: str, epoch: int, why: str, reason: str) -> None:
+        """It is not to go on there. Elsewhere it may, but not for ever."""
+        self.on_bad_report(member.name, why)
+        self._truncating.discard(name)
+        member.residents.pop(name, None)
+        trajectory = self.server.fault(name, epoch, why)
+        if trajectory is not None and trajectory.faults >= MOST_FAULTS:
+            self._release(trajectory.group, reason)
 
     def _returned(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None) -> bool:
         trajectory = self.server.trajectories.get(name)
@@ -241,7 +260,7 @@ class ControlPlane:
     def _completed(self, group: Group, running: Iterable[Trajectory] = ()) -> None:
         self._drop(running)
         if why := self.filter(group):
-            self._release(group, why)
+            self._release(group, why, again=False)
 
     def on_score_failed(self, name: str, why: str) -> None:
         self._scoring.failed(name, why)
@@ -293,12 +312,12 @@ class ControlPlane:
         self._obey(decision.commands)
 
     def _anything_to_decide(self, now: float) -> bool:
-        """Most of the time nothing waits, nobody lags and the step is not nearly done: then a look now and then will
-        do, for instances that have run out of memory."""
+        """Most of the time nothing waits or every place is taken, nobody lags and the step is not nearly done: then a
+        look now and then will do, for instances that have run out of memory."""
         strategies = self.settings.strategies
         acts_on_tail = strategies.migration != "off" or strategies.tail != "wait"
         if (
-            self.server.waiting
+            (self.server.waiting and any(member.has_place for member in self.members.values()))
             or (acts_on_tail and 0 < len(self._blocking.groups) <= strategies.tail_groups)
             or any(member.alive and member.holds < self.ledger.version for member in self.members.values())
             or now >= self._look_at
@@ -340,10 +359,15 @@ class ControlPlane:
         for instance, trajectories in submitted.items():
             self.members[instance].submit(trajectories)
 
-    def _release(self, group: Group, why: str) -> None:
+    def _not_scored(self, trajectory: Trajectory, why: str) -> None:
+        """Its prompt gets one more chance: a reward that fails twice for one problem will fail again."""
+        self._release(trajectory.group, why, again=trajectory.group.attempt == 0)
+
+    def _release(self, group: Group, why: str, again: bool = True) -> None:
+        """Give the group up. ``again``: its prompt is tried once more; else the next one takes its place."""
         if group.name not in self.server.groups or group.name in self.server.leased:
             return  # it was given up before, or it is being trained without this member
-        self._drop(self.server.release(group, why))
+        self._drop(self.server.release(group, why, again))
         self._feed.push_on()
         self._changed()
 
@@ -382,7 +406,7 @@ class ControlPlane:
             await asyncio.sleep(self.settings.instance_timeout_s / 4)
             self._watch(self._now())
             if self._now() - self._news_at > self.settings.stall_s:
-                raise StalledError(self.waits_for())
+                raise StalledError(self.stalled())
             self._work.set()
 
     @property
@@ -391,17 +415,21 @@ class ControlPlane:
         return self._table.cost_error if self._table is not None else 0.0
 
     def waits_for(self) -> str:
-        """In one line, what the run waits for."""
+        """What the open step waits for, in a few words."""
         if self.ledger.frontier > self.ledger.version:
-            return f"step {self.ledger.version} waits for the trainer to push version {self.ledger.frontier}"
-        alive = sum(member.alive for member in self.members.values())
+            return f"the trainer to push version {self.ledger.frontier}"
         waiting = self.ledger.blocking()
-        what = f"for groups {', '.join(waiting[:8])}" if waiting else "for more complete groups"
+        what = f"groups {', '.join(waiting[:8])}" if waiting else "more complete groups"
         if self.server.short_of_memory:
             what += " (prompts wait for memory that consumed trajectories will free)"
+        return f"{what} ({self.ledger.taken} of {self.ledger.batch_size} are there)"
+
+    def stalled(self) -> str:
+        """Why the run does not go on, in one line."""
+        alive = sum(member.alive for member in self.members.values())
         return (
-            f"step {self.ledger.frontier} has {self.ledger.taken} of {self.ledger.batch_size} groups and waits {what}; "
-            f"{alive} of {len(self.members)} instances are alive, nothing was heard for {self.settings.stall_s:g} s"
+            f"step {self.ledger.version} waits for {self.waits_for()}; {alive} of {len(self.members)} instances are "
+            f"alive, nothing was heard for {self.settings.stall_s:g} s"
         )
 
     def _watch(self, now: float) -> None:

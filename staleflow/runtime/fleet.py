@@ -90,6 +90,11 @@ class Member:
         self.alive, self.touched, self.lost = True, True, []
 
     @property
+    def has_place(self) -> bool:
+        """Whether it could run one more."""
+        return self.alive and len(self.residents) < self.port.snapshot().max_running
+
+    @property
     def holds(self) -> int:
         """The version of whatever it decodes next."""
         return self.version if self.pulling is None else self.pulling

@@ -36,6 +36,7 @@ class Outbox:
             deliver(*message)
         else:
             self._waiting.append((position, deliver, message))
+            self._journal.hurry()
 
     def release(self) -> None:
         """Send what rests on nothing but durable events."""

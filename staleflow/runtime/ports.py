@@ -62,6 +62,8 @@ class Report(NamedTuple):
     """(trajectory, epoch, spans)"""
     returned: tuple[tuple[str, int, Spans], ...] = ()
     progress: tuple[tuple[str, int, Spans], ...] = ()
+    failed: tuple[tuple[str, int, str], ...] = ()
+    """(trajectory, epoch, why): its engine cannot serve it."""
     pulled: int | None = None
     chunks: Mapping[str, Chunk] = MappingProxyType({})
     """By trajectory: the tokens that the server does not know yet. None where engines are only modelled."""

@@ -159,10 +159,10 @@ class Book:
             else:
                 self._abort(member, "surplus")
 
-    def _on_release(self, name: str, reason: str) -> None:
+    def _on_release(self, name: str, reason: str, again: bool) -> None:
         if self.groups[name].version is not None:
             self.ledger.release(name, reason)
-        self._forget([name], reason)
+        self._forget([name], reason, again)
 
     def _on_lease(self, names: tuple[str, ...]) -> None:
         if (taken := self.ledger.take(len(names))) != list(names):
@@ -195,13 +195,16 @@ class Book:
 
     # Within
 
-    def _forget(self, names: Iterable[str], reason: str) -> list[Trajectory]:
-        """Drop groups that were given up and owe their prompts. Returns the members that may still run."""
+    def _forget(self, names: Iterable[str], reason: str, again: bool = True) -> list[Trajectory]:
+        """Drop groups that were given up and owe their prompts, if ``again``. Returns members that may still run."""
         running: list[Trajectory] = []
         for name in names:
             group = self.groups.pop(name)
             self._fresh.pop(name, None)
-            self.owed.append(group.prompt)
+            if again:
+                self.owed.append(group.prompt)
+            else:
+                self.attempts.pop(group.prompt, None)
             running += still_running(group)
             for member in group.members:
                 del self.trajectories[member.name]

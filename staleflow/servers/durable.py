@@ -59,8 +59,18 @@ _decode = msgspec.msgpack.Decoder().decode
 
 
 class DurableJournal:
-    def __init__(self, path: str | Path, *, threaded: bool = True, snapshot_events: int = SNAPSHOT_EVENTS) -> None:
-        """Open, or make, the journal at ``path``. ``threaded=False``: nothing is written before ``commit``."""
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        threaded: bool = True,
+        snapshot_events: int = SNAPSHOT_EVENTS,
+        lazy_s: float | None = None,
+    ) -> None:
+        """Open, or make, the journal at ``path``. ``threaded=False``: nothing is written before ``commit``.
+
+        ``lazy_s``: events that nobody waits for may gather for so long; ``hurry`` says that somebody does.
+        """
         self.path = Path(path)
         self.notes: list[str] = []
         """What was found wrong when it was opened, and put right."""
@@ -68,6 +78,7 @@ class DurableJournal:
         self.trouble: str | None = None
         """Why nothing can be written at the moment, if nothing can. What was appended waits and is not lost."""
         self._snapshot_events = snapshot_events
+        self._lazy_s = lazy_s
         self._lock_file = locked(self.path)
         try:
             if torn := torn_bytes(self.path):
@@ -105,6 +116,11 @@ class DurableJournal:
             raise JournalError(f"the journal {self.path} is closed: {event[0]} cannot be written any more")
         self.position += 1
         self._queue.append(_Append(event, kept, dropped))
+        if self._lazy_s is None:
+            self.hurry()
+
+    def hurry(self) -> None:
+        """Somebody waits for what has been appended."""
         if self._thread is not None and not self._wake.is_set():
             self._wake.set()
 
@@ -169,7 +185,7 @@ class DurableJournal:
 
     def _write_for_ever(self) -> None:
         while not self._closed:
-            self._wake.wait()
+            self._wake.wait(self._lazy_s)
             self._wake.clear()
             while not self._closed and (self._queue or self._writing):
                 try:

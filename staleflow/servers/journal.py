@@ -14,7 +14,7 @@ from staleflow.servers.payloads import Chunk
 
 Event = tuple[Any, ...]
 
-NOTES = frozenset(("decision", "fault", "pull", "push"))
+NOTES = frozenset(("decision", "fault", "pull", "push", "restored"))
 """Kinds that say what happened to others than the trajectory server, and change nothing in it."""
 
 
@@ -36,6 +36,10 @@ class Journal(Protocol):
         """Add the event, with the piece of payload that came with it, and the names whose payload it made needless.
 
         The three become durable together, and in the order of the calls."""
+        ...
+
+    def hurry(self) -> None:
+        """Somebody waits for what has been appended to become durable."""
         ...
 
     def may_snapshot(self, state: Callable[[], dict[str, Any]]) -> None:
@@ -67,6 +71,9 @@ class MemoryJournal:
         self._pending.append(event)
         if len(self._pending) >= self.FLUSH:
             self._flush()
+
+    def hurry(self) -> None:
+        """It is durable already."""
 
     def may_snapshot(self, state: Callable[[], dict[str, Any]]) -> None:
         """None is needed: what is in memory is replayed from its beginning."""

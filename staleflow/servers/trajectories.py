@@ -181,10 +181,10 @@ class TrajectoryServer(Book):
         if group.version is not None and group.version < version:
             self._record("renew", group.name, version)
 
-    def release(self, group: Group, reason: str) -> list[Trajectory]:
-        """Give the group up; its prompt is owed. Returns the members that may still run somewhere."""
+    def release(self, group: Group, reason: str, again: bool = True) -> list[Trajectory]:
+        """Give the group up; its prompt is owed if it is to be tried again. Returns members that may still run."""
         running = still_running(group)
-        self._record("release", group.name, reason)
+        self._record("release", group.name, reason, again)
         return running
 
     # Training

@@ -16,7 +16,6 @@ from typing import Any
 
 from staleflow.coordinator.decide import Decision
 from staleflow.coordinator.situation import Route
-from staleflow.protocol import StalenessLedger
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.outbox import HeldInstance, HeldRewards, HeldTrainer, Outbox
 from staleflow.runtime.ports import Report, Work
@@ -28,6 +27,7 @@ from staleflow.simulate.clock import VirtualLoop
 from staleflow.simulate.disk import SimJournal
 from staleflow.simulate.instance import Instance
 from staleflow.simulate.network import Network, Remote
+from staleflow.simulate.peers import STALEFLOW, Policy
 from staleflow.simulate.presets import BLOCK, Setting
 from staleflow.simulate.randomness import Keyed
 from staleflow.simulate.recorder import Recorder
@@ -42,9 +42,17 @@ SYNC_S = 0.02
 
 
 class Cluster:
-    def __init__(self, setting: Setting, seed: int, keep_journal: bool = False, shuffle: bool = False) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        seed: int,
+        keep_journal: bool = False,
+        shuffle: bool = False,
+        policy: Policy = STALEFLOW,
+    ) -> None:
         setting.check()
         self.setting = setting
+        self.policy = policy
         self.keyed = Keyed(seed)
         self.workload = setting.workload.with_seed(seed)
         self.loop = VirtualLoop(shuffle=seed if shuffle else None)
@@ -163,7 +171,7 @@ class Cluster:
 
     def new_control(self, term: int) -> ControlPlane:
         setting = self.setting
-        ledger = StalenessLedger(setting.groups, setting.staleness, setting.redundancy)
+        ledger = self.policy.ledger(setting.groups, setting.staleness, setting.redundancy)
         server = TrajectoryServer(ledger, setting.group_size, setting.extra_members, self.journal)
         server.replay(self.journal.events)
         settings = Settings(
@@ -176,7 +184,7 @@ class Cluster:
         self.journal.on_durable = outbox.release
         server.on_aborted = lambda trajectory, reason: outbox.send(self._aborted, trajectory, reason)
         server.on_committed = lambda step, groups: outbox.send(self._committed, step, groups)
-        control = ControlPlane(
+        control = self.policy.control(
             settings, server, HeldTrainer(self.trainer, outbox), HeldRewards(self.rewards, outbox), self, term
         )
         control.on_decision = self._decided
@@ -253,6 +261,8 @@ class Cluster:
 
     def _aborted(self, trajectory: Trajectory, reason: str) -> None:
         self.recorder.aborted(trajectory, reason)
+        if trajectory.group.prompt not in self.control.server.attempts:
+            self.recorder.given_up.add(trajectory.group.prompt)
         self._targets.pop(trajectory.name, None)
 
     def _decided(self, now: float, decision: Decision) -> None:

@@ -67,7 +67,7 @@ def _check_tokens(cluster: Cluster) -> None:
 
 
 def _check_groups(cluster: Cluster) -> None:
-    """Every prompt that was drawn is trained once, live, or owed; every live group is known to ledger and server."""
+    """Every prompt that was drawn is trained once, live, owed or given up; ledger and server know the same groups."""
     if cluster.down or len(cluster.outbox):
         return  # the recorder has not been told of everything that the server knew
     server = cluster.control.server
@@ -84,9 +84,9 @@ def _check_groups(cluster: Cluster) -> None:
 
 
 def lost_prompts(cluster: Cluster) -> set[int]:
-    """Prompts that were drawn and are neither trained nor live nor owed."""
+    """Prompts that were drawn and are neither trained, nor live, nor owed, nor given up for a reason."""
     server = cluster.control.server
-    found = set(cluster.recorder.trained_prompts) | set(server.owed)
+    found = set(cluster.recorder.trained_prompts) | set(server.owed) | cluster.recorder.given_up
     found |= {group.prompt for group in server.groups.values()}
     return set(range(server.next_prompt)) - found
 

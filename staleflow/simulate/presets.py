@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.strategies import ConfigError, Strategies
 from staleflow.simulate.trainer import TrainerCost
-from staleflow.simulate.workload import Trace, Workload, servegen_r1
+from staleflow.simulate.workload import Sampled, Trace, Workload, servegen_r1
 
 BLOCK = 16
 """Tokens in a block of KV memory."""
@@ -49,6 +49,10 @@ class Setting:
     """Length of the data; None: endless."""
     cycle_s: float = 1.0
     strategies: Strategies = field(default_factory=Strategies)
+
+    @property
+    def gpus(self) -> int:
+        return self.instances * self.gpus_per_instance + self.training_gpus
 
     @property
     def trainer(self) -> TrainerCost:
@@ -149,7 +153,79 @@ PAPER_14B = Setting(
     trainer_per_token_gpu_s=1 / 500,  # assumed: 8 FLOP per parameter and token at 40 % of 148 TFLOP/s
 )
 
-PRESETS = {PAPER_14B.name: PAPER_14B}
+PAPER_32B = replace(
+    PAPER_14B,
+    name="paper-32b",
+    instances=16,
+    gpus_per_instance=2,
+    rollout=CostModel(
+        floor=0.0250194,
+        base=0.0183826,
+        per_sequence=2.446e-4,
+        fixed=2e-10,
+        per_context_token=6.3e-8,
+        per_prefill_token=2.446e-4,  # assumed
+    ),
+    kv_tokens=409_000,  # assumed: 2 x 96 GB, a tenth in reserve, weights out, 256 KiB a token
+    weight_bytes=65.5e9,
+    trainer_per_token_gpu_s=1 / 226,  # assumed: as for 14B
+)
+
+PAPER_30B_A3B = replace(
+    PAPER_14B,
+    name="paper-30b-a3b",
+    rollout=CostModel(
+        floor=0.0115108,
+        base=0.0097899,
+        per_sequence=1.249e-4,
+        fixed=0.00086719,
+        per_context_token=7.28e-8,
+        per_prefill_token=1.249e-4,  # assumed
+    ),
+    kv_tokens=258_000,  # assumed: 96 GB, a tenth in reserve, weights out, 96 KiB a token
+    weight_bytes=61e9,
+    trainer_per_token_gpu_s=1 / 1121,  # assumed: 3.3 billion active parameters, at 20 %
+)
+
+
+def doubled(setting: Setting) -> Setting:
+    """The same on twice the GPUs, with the same batch and in the same proportion."""
+    return replace(
+        setting,
+        name=f"{setting.name}-{2 * setting.gpus}",
+        instances=2 * setting.instances,
+        training_gpus=2 * setting.training_gpus,
+    )
+
+
+PAPER = (PAPER_14B, PAPER_32B, PAPER_30B_A3B)
+PRESETS = {setting.name: setting for setting in (*PAPER, *map(doubled, PAPER))}
+"""On 64 GPUs, and with ``-128`` in the name on 128."""
+
+LONG = 4.0
+"""Assumed: the factor that makes lengths of R1 serving (mean 1.5K) those of a mathematics run (mean 5.1K capped)."""
+
+VARIANTS: dict[str, tuple[float, float]] = {"independent": (0.0, 1.0), "correlated": (0.7, 1.0), "long": (0.7, LONG)}
+"""Lengths to try a preset with: the share of the variance that lies between prompts, and the factor on all lengths."""
+
+
+def with_lengths(setting: Setting, variant: str) -> Setting:
+    """The preset with lengths that are ``independent``, ``correlated`` within a group, or ``long``."""
+    between, scale = VARIANTS[variant]
+    source = setting.workload.source
+    assert isinstance(source, Sampled), "a trace has lengths of its own"
+    return replace(setting, workload=replace(setting.workload, source=replace(source, between=between), scale=scale))
+
+
+def with_split(setting: Setting, training_gpus: int) -> Setting:
+    """The same GPUs, so many of them for training; instances are whole, so a few GPUs may stay unused."""
+    instances = (setting.gpus - training_gpus) // setting.gpus_per_instance
+    if training_gpus < 1 or instances < 1:
+        raise ConfigError(
+            f"training_gpus={training_gpus} of {setting.gpus} leaves no instance of {setting.gpus_per_instance} GPUs; "
+            f"give 1 to {setting.gpus - setting.gpus_per_instance}"
+        )
+    return replace(setting, instances=instances, training_gpus=training_gpus)
 
 
 def preset(name: str) -> Setting:

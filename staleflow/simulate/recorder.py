@@ -31,6 +31,8 @@ class Recorder:
     group_staleness: Counter[int] = field(default_factory=Counter[int])
     wasted: Counter[str] = field(default_factory=Counter[str])
     trained_prompts: Counter[int] = field(default_factory=Counter[int])
+    given_up: set[int] = field(default_factory=set[int])
+    """Prompts that will not be drawn again: filtered, or nobody could score them."""
     violations: int = 0
     """Trained groups that hold a token older than the bound allows."""
     made: dict[str, int] = field(default_factory=dict[str, int])

@@ -19,15 +19,13 @@ from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.instance import Instance
 from staleflow.simulate.invariants import lost_prompts
 
-POLICY = "staleflow"
-
 
 def row(cluster: Cluster, wall_s: float) -> dict[str, Any]:
     """The row of a run that has ended. The names up to ``hash`` are relied on outside; new ones go after it."""
     setting, recorder = cluster.setting, cluster.recorder
     staleness, wasted = recorder.token_staleness, sum(recorder.wasted.values())
     return {
-        "policy": POLICY,
+        "policy": cluster.policy.name,
         "staleness": setting.staleness,
         "rollout_gpus": setting.instances * setting.gpus_per_instance,
         "training_gpus": setting.training_gpus,
@@ -62,14 +60,15 @@ def row(cluster: Cluster, wall_s: float) -> dict[str, Any]:
     }
 
 
-def throughput(cluster: Cluster) -> float:
-    """Output tokens of trained trajectories per simulated second, between commits and without the start.
+def throughput(cluster: Cluster, first: int | None = None) -> float:
+    """Output tokens of trained trajectories per simulated second, from the commit of step ``first`` to the last one.
 
     A run starts with empty instances and a waiting trainer. What the bound lets pile up meanwhile is gone after as
-    many steps as the bound, so it is measured from the commit of step ``staleness`` to the last one. A run with no
-    step after that one is measured whole, start and all.
+    many steps as the bound, so it is measured from step ``staleness`` on unless told otherwise. A run with no step
+    after that one is measured whole, start and all.
     """
-    steps, first = cluster.recorder.steps, cluster.setting.staleness
+    steps = cluster.recorder.steps
+    first = cluster.setting.staleness if first is None else first
     if len(steps) > first + 1:
         return sum(step.tokens for step in steps[first + 1 :]) / (steps[-1].time - steps[first].time)
     return cluster.recorder.trained_tokens / steps[-1].time

@@ -136,7 +136,11 @@ class Workload:
 
     def mean_tokens(self, version: int = 0) -> float:
         """Expected output tokens of a trajectory. Sums over the whole distribution: call it once, not per event."""
-        return math.fsum(share * self._tokens(raw, version) for share, raw in self.source.weighted_lengths())
+        return math.fsum(share * tokens for share, tokens in self.spread(version))
+
+    def spread(self, version: int = 0) -> Iterator[tuple[float, int]]:
+        """The whole distribution of output tokens as (share, tokens)."""
+        return ((share, self._tokens(raw, version)) for share, raw in self.source.weighted_lengths())
 
     def mean_prompt_tokens(self) -> float:
         return math.fsum(share * max(1, round(raw)) for share, raw in self.source.weighted_prompt_lengths())

@@ -72,6 +72,17 @@ class Teacher:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the model that learns it (``base_model.py``)."""
+
+    hidden: int = 128
+    intermediate: int = 336
+    layers: int = 3
+    heads: int = 4
+    positions: int = 256
+
+
+@dataclass(frozen=True, slots=True)
 class Adder:
     seed: int = 0
 

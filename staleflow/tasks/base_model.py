@@ -11,9 +11,6 @@ being by one rename: a warm start that was cut off leaves nothing that could be 
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -32,22 +29,14 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from staleflow.tasks import adder
-from staleflow.tasks.adder import Adder, Teacher, respond
-from staleflow.tasks.task import Problem, TaskError
+from staleflow.tasks.adder import Adder, Shape, Teacher, respond
+from staleflow.tasks.folders import made_once
+from staleflow.tasks.task import Problem
 
 FORMAT = 1
 """Raise it when code below changes what a recipe makes."""
 IGNORED = -100
 Row = tuple[Problem, list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    hidden: int = 128
-    intermediate: int = 336
-    layers: int = 3
-    heads: int = 4
-    positions: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,37 +69,16 @@ def base_model(
 ) -> Path:
     """The folder of the warmed-up model, made now if it is not there. ``on_step`` hears of every step and its loss."""
     recipe = recipe or Recipe()
-    target = Path(cache) / f"adder-{recipe.key}"
-    if target.is_dir():
-        return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".partial", dir=target.parent))
-    except OSError as error:
-        raise TaskError(f"{cache}: cannot be written ({error.strerror}): name another folder as cache") from None
-    try:
+
+    def make(draft: Path) -> None:
         model = warm_start(recipe, on_step)
         model.config.save_pretrained(draft)
         model.generation_config.save_pretrained(draft)
         save_file(model.state_dict(), draft / "model.safetensors", {"format": "pt"})
         tokenizer().save_pretrained(draft)
         (draft / "recipe.json").write_text(json.dumps(asdict(recipe), indent=2))
-        _publish(draft, target)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return target
 
-
-def _publish(draft: Path, target: Path) -> None:
-    for path in draft.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    draft.chmod(0o755)
-    try:
-        draft.rename(target)
-    except OSError:
-        if not target.is_dir():  # else another process made the same model first
-            raise
+    return made_once(Path(cache) / f"adder-{recipe.key}", make)
 
 
 def load(folder: str | Path) -> LlamaForCausalLM:

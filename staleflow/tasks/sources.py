@@ -121,21 +121,26 @@ def part(problems: Sequence[Problem], split: Split) -> list[Problem]:
     return [problem for problem in problems if held_out("prompt", problem.prompt) == (split == "held-out")]
 
 
+def columns(prompt: str) -> list[str]:
+    """Those that a prompt is made of."""
+    return _BRACED.findall(prompt) or [prompt]
+
+
 # Within
 
 _BRACED = re.compile(r"\{([^{}]+)\}")
 
 
 def _problem(where: str, row: Mapping[str, Any], prompt: str, answer: str | None) -> Problem:
-    columns = _BRACED.findall(prompt) or [prompt]
-    for column in (*columns, *([] if answer is None else [answer])):
+    needed = columns(prompt)
+    for column in (*needed, *([] if answer is None else [answer])):
         if column not in row:
             raise TaskError(f"{where}: no column {column!r}: name one of {', '.join(map(repr, row)) or 'none'}")
-    for column in columns:
+    for column in needed:
         if not isinstance(row[column], str):
             kind = type(row[column]).__name__
             raise TaskError(f"{where}: the prompt column {column!r} holds a {kind}: name a column of text")
-    text = row[prompt] if columns == [prompt] else _BRACED.sub(lambda found: row[found[1]], prompt)
+    text = row[prompt] if needed == [prompt] else _BRACED.sub(lambda found: row[found[1]], prompt)
     return Problem(text, {**row, "answer": row[answer]} if answer is not None else dict(row))
 
 

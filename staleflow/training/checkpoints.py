@@ -5,30 +5,51 @@
 
 A checkpoint is written beside its place and renamed into it, so whatever has the name is whole; an unfinished one is
 removed by the next save. Tensors are safetensors, the rest is JSON: nothing is unpickled.
+
+    model.safetensors, config.json   the model, adapters merged in: ``AutoModelForCausalLM.from_pretrained`` loads it
+    adapters.safetensors             LoRA's own matrices; they go beside the model that the run began with
+    value_head.safetensors           of PPO
+    optimiser.safetensors            moments by parameter, and the state of the random number generators
 """
 
 import json
 import os
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils import logging
 
+from staleflow.training.adapters import adapters
 from staleflow.training.trainer import Trainer
 
 FORMAT = 1
+ADAPTERS, VALUES = "adapters.safetensors", "value_head.safetensors"
 OPTIMISER, STATE = "optimiser.safetensors", "trainer.json"
 UNFINISHED = ".unfinished-"
+RNG, CUDA_RNG = "rng", "rng cuda"
+SAME_BASE = 1e-5
+"""Merged weights of the same base differ by no more than this between machines, relative to the largest."""
 
 
 class CheckpointError(ValueError):
     """The checkpoint cannot be used; the message says what to do."""
 
 
-def save(trainer: Trainer, folder: str | Path, tokenizer: str | Path | None = None) -> None:
-    """Write a checkpoint of the trainer between two steps. ``tokenizer``: a folder whose tokenizer files go along."""
+def save(
+    trainer: Trainer,
+    folder: str | Path,
+    tokenizer: str | Path | None = None,
+    also: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write a checkpoint of the trainer between two steps.
+
+    ``tokenizer``: a folder whose tokenizer files go along. ``also``: more files by name, as whole as the rest.
+    """
     target = Path(folder)
     if target.exists():
         raise CheckpointError(f"{target} exists: a checkpoint is never overwritten, give another name")
@@ -36,11 +57,13 @@ def save(trainer: Trainer, folder: str | Path, tokenizer: str | Path | None = No
     for left in target.parent.glob(f"{UNFINISHED}*"):
         shutil.rmtree(left)
     made = target.parent / f"{UNFINISHED}{target.name}"
-    trainer.model.save_pretrained(made)
+    _write(trainer, made)
     for file in Path(tokenizer).glob("*token*") if tokenizer is not None else ():
         shutil.copy(file, made / file.name)
-    save_file(_tensors(trainer), made / OPTIMISER)
-    (made / STATE).write_text(json.dumps({"format": FORMAT, "version": trainer.version}))
+    for name, content in (also or {}).items():
+        if Path(name).name != name or (made / name).exists():
+            raise CheckpointError(f"{name!r} cannot be a file beside the checkpoint's own: give another plain name")
+        (made / name).write_bytes(content)
     for file in made.iterdir():
         _sync(file)
     _sync(made)
@@ -48,35 +71,61 @@ def save(trainer: Trainer, folder: str | Path, tokenizer: str | Path | None = No
     _sync(target.parent)
 
 
+def _write(trainer: Trainer, folder: Path) -> None:
+    with quiet():
+        trainer.model.save_pretrained(folder, state_dict=trainer.weights())
+    if trainer.options.lora_rank:
+        save_file(adapters(trainer.model), folder / ADAPTERS)
+    if trainer.value_head is not None:
+        save_file(trainer.value_head.state_dict(), folder / VALUES)
+    save_file(optimiser_state(trainer), folder / OPTIMISER)
+    (folder / STATE).write_text(json.dumps({"format": FORMAT, "version": trainer.version}))
+
+
 def load(trainer: Trainer, folder: str | Path) -> int:
-    """Bring a trainer with a model of the same shape to where it was saved. Returns its version."""
+    """Bring a trainer of the same model and options to where it was saved. Returns its version.
+
+    With adapters, the model must have been built from what the run began with; the merged weights are compared.
+    """
     source = Path(folder)
     try:
         state = json.loads((source / STATE).read_text())
         optimiser = load_file(source / OPTIMISER)
         weights = _weights(source)
+        own = load_file(source / ADAPTERS) if trainer.options.lora_rank else {}
+        values = load_file(source / VALUES) if trainer.value_head is not None else {}
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{source} is no whole checkpoint ({error}): give another one") from error
+        raise CheckpointError(f"{source} is no whole checkpoint for these options ({error}): give another") from error
     if state["format"] != FORMAT:
         raise CheckpointError(
             f"{source} has format {state['format']}, this version of StaleFlow reads {FORMAT}: update StaleFlow"
         )
-    named = dict(trainer.model.named_parameters())
-    for name, tensor in weights.items():
-        if name in named and named[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{source}: {name} has shape {tuple(tensor.shape)}, the model has {tuple(named[name].shape)}: "
-                "resume with the model that was trained"
-            )
+    _check_shapes(source, trainer.weights() | adapters(trainer.model), weights | own)
+    _check_trained(source, trainer, optimiser)
     trainer.reset()
-    trainer.model.load_state_dict(weights, strict=False)
-    for name, parameter in named.items():
-        kept = {key.rpartition(" ")[2]: value for key, value in optimiser.items() if key.rpartition(" ")[0] == name}
-        if kept:
-            trainer.optimiser.state[parameter] = {key: value.clone() for key, value in kept.items()}
-    torch.set_rng_state(optimiser["rng"])
+    if trainer.options.lora_rank:
+        trainer.model.load_state_dict(own, strict=False)
+        _check_base(source, trainer.weights(), weights)
+    else:
+        trainer.model.load_state_dict(weights, strict=False)
+    if trainer.value_head is not None:
+        trainer.value_head.load_state_dict(values)
+    trainer.forget_moments()
+    restore_optimiser(trainer, optimiser)
     trainer.version = state["version"]
     return trainer.version
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars of transformers: a trainer is one of many processes that share a terminal."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def newest(folder: str | Path) -> Path | None:
@@ -87,15 +136,66 @@ def newest(folder: str | Path) -> Path | None:
     return max(found, key=lambda each: json.loads((each / STATE).read_text())["version"], default=None)
 
 
-def _tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """The optimiser's state by ``parameter key``, and the random number generator's."""
-    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+def trained(trainer: Trainer) -> dict[str, Tensor]:
+    """The parameters that the optimiser moves, by name."""
+    found = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
+    if trainer.value_head is not None:
+        found |= {f"value_head.{name}": each for name, each in trainer.value_head.named_parameters()}
+    return found
+
+
+def optimiser_state(trainer: Trainer) -> dict[str, Tensor]:
+    """The optimiser's state by ``parameter key``, and the random number generators'."""
     found = {
-        f"{names[id(parameter)]} {key}": value.contiguous()
-        for parameter, state in trainer.optimiser.state.items()
-        for key, value in state.items()
+        f"{name} {key}": value.contiguous()
+        for name, parameter in trained(trainer).items()
+        for key, value in trainer.optimiser.state.get(parameter, {}).items()
     }
-    return found | {"rng": torch.get_rng_state()}
+    found[RNG] = torch.get_rng_state()
+    if trainer.device.type == "cuda":
+        found[CUDA_RNG] = torch.cuda.get_rng_state(trainer.device)
+    return found
+
+
+def restore_optimiser(trainer: Trainer, saved: Mapping[str, Tensor]) -> None:
+    """What ``optimiser_state`` gave; moments that are not in it stay."""
+    named = trained(trainer)
+    for full, value in saved.items():
+        name, _, key = full.rpartition(" ")
+        if name in named:
+            trainer.optimiser.state[named[name]][key].copy_(value)
+    torch.set_rng_state(saved[RNG])
+    if CUDA_RNG in saved and trainer.device.type == "cuda":
+        torch.cuda.set_rng_state(saved[CUDA_RNG], trainer.device)
+
+
+def _check_shapes(source: Path, mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    for name, tensor in saved.items():
+        if name not in mine or mine[name].shape != tensor.shape:
+            its = tuple(mine[name].shape) if name in mine else "no such tensor"
+            raise CheckpointError(
+                f"{source}: {name} has shape {tuple(tensor.shape)}, the model has {its}: "
+                "resume with the model that was trained"
+            )
+
+
+def _check_trained(source: Path, trainer: Trainer, optimiser: dict[str, Tensor]) -> None:
+    saved = {full.rpartition(" ")[0] for full in optimiser if full not in (RNG, CUDA_RNG)}
+    if saved and (apart := saved ^ trained(trainer).keys()):
+        raise CheckpointError(
+            f"{source} was not trained on the same parameters, such as {min(apart)}: resume with the same advantage, "
+            "train_only and lora options"
+        )
+
+
+def _check_base(source: Path, mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    for name, tensor in saved.items():
+        apart = (mine[name].cpu().to(tensor.dtype) - tensor).abs().max()
+        if apart > SAME_BASE * tensor.abs().max():
+            raise CheckpointError(
+                f"{source}: its adapters do not belong beside this model's {name}: build the trainer from the folder "
+                "that the run began with"
+            )
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:

@@ -123,6 +123,8 @@ def cispo(
 
 PolicyLoss = Callable[..., LossSum]
 POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo": ppo_clip, "dapo": dapo, "gspo": gspo, "cispo": cispo}
+DUAL_CLIPPED = ("ppo", "dapo")
+"""Those that take ``dual_clip``."""
 
 
 def value_loss(

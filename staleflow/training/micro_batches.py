@@ -1,13 +1,15 @@
 """Trajectories of a step, packed into forward passes of about a given number of tokens, without padding.
 
-    for batch in micro_batches(rows, advantages_N, most_tokens=512):
-        logprobs_T, entropy_T = policy(model, batch, temperature=1.0)
+    for batch in micro_batches(rows, most_tokens=1024, known=Known(advantages_T)):
+        logprobs_T, entropy_T, values_T = forward(model, batch, temperature=1.0)
 
 A row is never cut, so one that is longer than the budget is a pass of its own. Positions begin at 0 in each row, which
 is how transformers' models tell rows apart in one flat sequence.
 """
 
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +17,24 @@ import torch
 from torch import Tensor
 
 from staleflow.servers.payloads import Row, pack
+from staleflow.training.attention import NAME, by_rows
 from staleflow.training.segments import Segments
+
+
+class Known(NamedTuple):
+    """What is known of generated tokens before their gradient is computed, flat; None: the pass itself will tell."""
+
+    advantages_T: Tensor | None = None
+    proximal_T: Tensor | None = None
+    """Log-probabilities of the policy with which the step began."""
+    values_T: Tensor | None = None
+    """Of the value head with which the step began."""
+
+    def at(self, where: slice | Tensor) -> Known:
+        return Known(*(None if each is None else each[where] for each in self))
+
+    def to(self, device: torch.device | None) -> Known:
+        return Known(*(None if each is None else each.to(device) for each in self))
 
 
 class MicroBatch(NamedTuple):
@@ -29,24 +48,29 @@ class MicroBatch(NamedTuple):
     behaviour_T: Tensor
     """Log-probabilities that the engine drew them with."""
     segments: Segments
-    advantages_N: Tensor
+    rewards_N: Tensor
+    lengths: list[int]
+    """Of all tokens of each row."""
+    known: Known
 
 
 def micro_batches(
-    rows: Sequence[Row], advantages_N: Tensor, most_tokens: int, device: torch.device | None = None
+    rows: Sequence[Row], most_tokens: int, device: torch.device | None = None, known: Known | None = None
 ) -> Iterator[MicroBatch]:
-    begin, held = 0, 0
+    known = known or Known()
+    begin, held, before, generated = 0, 0, 0, 0
     for at, row in enumerate(rows):
         size = row.prompt.size + row.tokens.size
         if held and held + size > most_tokens:
-            yield _batch(rows[begin:at], advantages_N[begin:at], device)
-            begin, held = at, 0
+            yield _batch(rows[begin:at], known.at(slice(before, generated)), device)
+            begin, held, before = at, 0, generated
         held += size
+        generated += row.tokens.size
     if held:
-        yield _batch(rows[begin:], advantages_N[begin:], device)
+        yield _batch(rows[begin:], known.at(slice(before, generated)), device)
 
 
-def _batch(rows: Sequence[Row], advantages_N: Tensor, device: torch.device | None) -> MicroBatch:
+def _batch(rows: Sequence[Row], known: Known, device: torch.device | None) -> MicroBatch:
     packed = pack(rows)
     sizes = np.diff(packed.starts)
     positions = np.arange(packed.tokens.size) - np.repeat(packed.starts[:-1], sizes)
@@ -62,23 +86,47 @@ def _batch(rows: Sequence[Row], advantages_N: Tensor, device: torch.device | Non
         tensor(packed.tokens[generated].astype(np.int64)),
         tensor(packed.logprobs[generated]),
         Segments.of((sizes - packed.prompt_lengths).tolist(), device),
-        advantages_N.to(device),
+        tensor(packed.rewards),
+        sizes.tolist(),
+        known.to(device),
     )
 
 
-def policy(model: Any, batch: MicroBatch, temperature: float, train_entropy: bool = False) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the generated tokens, and the entropy of their distributions, with a gradient if asked for.
+class Outputs(NamedTuple):
+    logprobs_T: Tensor
+    """Of the generated tokens."""
+    entropy_T: Tensor
+    """Of the distributions they were drawn from."""
+    values_T: Tensor | None = None
+    """Of the states before them."""
 
-    Only places that predict a generated token go through the output matrix, in float32 at least, after the temperature
-    that the engine drew with: otherwise ratios to its log-probabilities would mean nothing.
+
+def forward(
+    model: Any,
+    batch: MicroBatch,
+    temperature: float,
+    *,
+    train_entropy: bool = False,
+    value_head: Callable[[Tensor], Tensor] | None = None,
+    half: bool = False,
+) -> Outputs:
+    """One pass. ``half``: matrix products in bfloat16; ``train_entropy``: with a gradient of the entropy.
+
+    Only places that predict a generated token go through the output matrix, and probabilities are computed in float32
+    at least, after the temperature that the engine drew with: otherwise ratios to its own would mean nothing.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    hidden_LH = decoder(
-        input_ids=batch.tokens_L[None], position_ids=batch.positions_L[None], use_cache=False
-    ).last_hidden_state[0]
-    logits_TV = head(hidden_LH[batch.predicting_T])
-    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)) / temperature
-    every_TV = torch.log_softmax(logits_TV, -1)
+    device = batch.tokens_L.device
+    rows = by_rows(batch.lengths, device) if model.config._attn_implementation == NAME else {}
+    with torch.autocast(device.type, torch.bfloat16, enabled=half):
+        hidden_LH = decoder(
+            input_ids=batch.tokens_L[None], position_ids=batch.positions_L[None], use_cache=False, **rows
+        ).last_hidden_state[0]
+        hidden_TH = hidden_LH[batch.predicting_T]
+        logits_TV = head(hidden_TH)
+    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    every_TV = torch.log_softmax(logits_TV if temperature == 1 else logits_TV / temperature, -1)
     with torch.set_grad_enabled(train_entropy and torch.is_grad_enabled()):
         entropy_T = -(every_TV.exp() * every_TV).sum(-1)
-    return every_TV.gather(1, batch.targets_T[:, None])[:, 0], entropy_T
+    logprobs_T = every_TV.gather(1, batch.targets_T[:, None])[:, 0]
+    return Outputs(logprobs_T, entropy_T, None if value_head is None else value_head(hidden_TH))

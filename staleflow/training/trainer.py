@@ -3,110 +3,47 @@
     trainer = Trainer(model, TrainerOptions(learning_rate=5e-4, max_staleness=2))
     trainer.feed(step=0, groups=[rows_of_one_group, ...])     # any number of times
     report = trainer.finish(step=0)                           # update; the model is version 1 now
+    trainer.weights()                                         # to be pushed to the engines
     trainer.reset()                                           # forget what was fed: the step is fed again
 
 Losses are kept as sums until the step is whole, so it does not matter in how many pieces it comes. What needs the whole
-batch (``streamable``) is held until ``finish``. Before a group is used, the age of each token is checked: a trainer
-that is given something beyond the bound stops and says which trajectory it was.
+batch (``TrainerOptions.whole_batch``) is held until ``finish``. With several updates per step, what they start from is
+measured first (values, and the proximal policy that corrections need), advantages are those of the whole step, and the
+groups with a signal, in the order fed, are cut into as many mini-batches of as equal numbers as can be.
+
+Before a group is used, the age of each token is checked: a trainer that is given something beyond the bound stops and
+says which trajectory it was.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from staleflow.servers.payloads import Row
-from staleflow.training.advantages import GROUP_ADVANTAGES, reinforce_plus_plus
+from staleflow.training.adapters import adapters_off, merged, prepare
+from staleflow.training.attention import attend_by_rows
 from staleflow.training.correction import Correction, decoupled, difference, masked_by_sequence, truncated, uncorrected
-from staleflow.training.losses import POLICY_LOSSES, entropy_bonus, streamable
-from staleflow.training.micro_batches import MicroBatch, micro_batches, policy
-from staleflow.training.segments import SEQUENCE_MEAN, TOKEN_MEAN, LossSum, Metrics, Segments, scale_gradients
+from staleflow.training.losses import POLICY_LOSSES, entropy_bonus, kl_loss, value_loss
+from staleflow.training.micro_batches import Known, MicroBatch, Outputs, forward, micro_batches
+from staleflow.training.options import TrainerOptions
+from staleflow.training.report import StepReport, metric_values
+from staleflow.training.segments import SEQUENCE_MEAN, TOKEN_MEAN, LossSum, Metrics, scale_gradients
+from staleflow.training.value_head import ValueHead
+from staleflow.training.work import Group, Work, estimated, shaped, signals, with_advantages
 
-Group = Sequence[Row]
+__all__ = ["Group", "StalenessError", "StepReport", "Trainer", "TrainerOptions"]
 
 
 class StalenessError(RuntimeError):
     """A trajectory is older than the bound allows: a broken promise, not a bad setting."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerOptions:
-    max_staleness: int
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce++"] = "grpo"
-    loss: Literal["ppo", "dapo", "gspo", "cispo"] = "dapo"
-    correction: Literal["none", "truncated", "masked", "decoupled"] = "none"
-    importance_cap: float = 2.0
-    """For ``truncated``."""
-    sequence_band: tuple[float, float] = (0.5, 2.0)
-    """For ``masked``: sequences whose mean ratio leaves it are not trained on."""
-    temperature: float = 1.0
-    """Of the rollouts."""
-    learning_rate: float = 1e-5
-    warmup_steps: int = 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    total_steps: int | None = None
-    """Where a schedule that falls ends."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    entropy_coefficient: float = 0.0
-    micro_tokens: int = 512
-    """Tokens of one forward pass, about."""
-
-    def __post_init__(self) -> None:
-        problems = {
-            f"max_staleness is {self.max_staleness}: give 0 or more": self.max_staleness < 0,
-            f"temperature is {self.temperature}: give the one of the rollouts, above 0": not self.temperature > 0,
-            f"learning_rate is {self.learning_rate}: give a number above 0": not self.learning_rate > 0,
-            f"clip_norm is {self.clip_norm}: give a number above 0": not self.clip_norm > 0,
-            f"micro_tokens is {self.micro_tokens}: give at least 1": self.micro_tokens < 1,
-            f"warmup_steps is {self.warmup_steps}: give 0 or more": self.warmup_steps < 0,
-            f"schedule={self.schedule} falls to an end: give total_steps too": self.schedule != "constant"
-            and not self.total_steps,
-            f"advantage {self.advantage!r} is unknown: use one of {', '.join((*GROUP_ADVANTAGES, 'reinforce++'))}": (
-                self.advantage not in (*GROUP_ADVANTAGES, "reinforce++")
-            ),
-            f"loss {self.loss!r} is unknown: use one of {', '.join(POLICY_LOSSES)}": self.loss not in POLICY_LOSSES,
-        }
-        for problem, is_so in problems.items():
-            if is_so:
-                raise ValueError(problem)
-
-    @property
-    def whole_batch(self) -> str | None:
-        """Why a step cannot be trained as it arrives; None if it can."""
-        return streamable(self.advantage, self.loss)
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step: a linear warm-up, then the schedule."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        if self.schedule == "constant" or not self.total_steps:
-            return self.learning_rate
-        gone = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
-        share = 1 - gone if self.schedule == "linear" else (1 + math.cos(math.pi * gone)) / 2
-        return self.learning_rate * share
-
-
-@dataclass(slots=True)
-class StepReport:
-    step: int
-    groups: int
-    tokens: int
-    reward: float
-    loss: float
-    gradient_norm: float
-    learning_rate: float
-    max_staleness: int
-    """Of any token, from the versions stamped on them."""
-    token_staleness: Counter[int]
-    metrics: dict[str, float]
 
 
 @dataclass(slots=True)
@@ -116,24 +53,43 @@ class _Open:
     loss: LossSum
     metrics: Metrics = field(default_factory=Metrics)
     groups: list[Group] = field(default_factory=list[Group])
-    staleness: Counter[int] = field(default_factory=Counter[int])
+    token_staleness: Counter[int] = field(default_factory=Counter[int])
+    trajectory_staleness: Counter[int] = field(default_factory=Counter[int])
+    without_signal: list[int] = field(default_factory=list[int])
+    """Tokens of each group that teaches nothing."""
+    norms: list[float] = field(default_factory=list[float])
+    """Of the gradients of each update made."""
 
 
 class Trainer:
     def __init__(self, model: Any, options: TrainerOptions, version: int = 0) -> None:
+        """Takes the model over: it is given adapters and frozen as the options say, and is its own reference now."""
         self.model = model
         self.options = options
         self.version = version
         """Updates made so far; step ``version`` is the one that is being trained."""
-        self.parameters: list[Tensor] = [each for each in model.parameters() if each.requires_grad]
-        if not self.parameters:
-            raise ValueError("every parameter of the model is frozen: leave some to train")
+        attend_by_rows(model)
+        apart = options.kl_coefficient > 0 and not options.lora_rank
+        self.reference: Any = copy.deepcopy(model).requires_grad_(False).eval() if apart else None
+        """A copy of the model as it was given; with adapters it is the model without them."""
+        prepare(model, options)
+        like = next(model.parameters())
+        self.device: torch.device = like.device
+        self.value_head = ValueHead(model.config.hidden_size, like) if options.advantage == "gae" else None
+        trained = [each for each in model.parameters() if each.requires_grad]
+        parts: list[dict[str, Any]] = [{"params": trained, "peak": options.learning_rate}]
+        if self.value_head is not None:
+            rate = options.value_learning_rate or options.learning_rate
+            parts.append({"params": list(self.value_head.parameters()), "peak": rate})
         self.optimiser = torch.optim.AdamW(
-            self.parameters, lr=options.learning_rate, betas=options.betas, weight_decay=options.weight_decay
+            parts, lr=options.learning_rate, betas=options.betas, weight_decay=options.weight_decay, fused=True
         )
+        self.parameters: list[Tensor] = [each for part in parts for each in part["params"]]
+        """All that are trained, the value head's last."""
+        self.forget_moments()
         self._aggregation = SEQUENCE_MEAN if options.loss == "gspo" else TOKEN_MEAN
+        self._half = options.autocast == "auto" and self.device.type == "cuda"
         self._open = self._nothing()
-        model.train()
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:
         """Accumulate these groups, all of whose members are there."""
@@ -141,35 +97,31 @@ class Trainer:
             raise ValueError(
                 f"groups of step {step} were fed while step {self.version} is trained: reset, then feed it"
             )
-        for group in groups:
-            for row in group:
-                self._check_age(step, row)
-        for version, count in (span for group in groups for row in group for span in row.spans):
-            self._open.staleness[step - version] += count
+        rows = [row for group in groups for row in group]
+        for row in rows:
+            self._check_age(step, row)
+        for row in rows:
+            for version, count in row.spans:
+                self._open.token_staleness[step - version] += count
+            self._open.trajectory_staleness[step - min((version for version, _ in row.spans), default=step)] += 1
         self._open.groups += groups
         if self.options.whole_batch is None:
-            self._accumulate(groups)
+            self._open.loss += self._accumulate(self._work(groups))
 
     def finish(self, step: int) -> StepReport:
-        """Update with everything that was fed; the model is the next version."""
-        if step != self.version or not self._open.groups:
-            raise ValueError(f"step {step} cannot be finished: step {self.version} has {len(self._open.groups)} groups")
-        if self.options.whole_batch is not None:
-            self._accumulate(self._open.groups)
+        """Update with everything that was fed; the model is the next version. Without any signal it is the same."""
         done = self._open
-        scale_gradients(self.parameters, done.loss.scale)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.options.clip_norm)
-        if not torch.isfinite(norm):
-            self.reset()
-            raise FloatingPointError(
-                f"the gradient of step {step} is not finite: lower the learning rate, or look at its data"
-            )
-        rate = self.options.rate(step)
-        for each in self.optimiser.param_groups:
-            each["lr"] = rate
-        self.optimiser.step()
+        if step != self.version or not done.groups:
+            raise ValueError(f"step {step} cannot be finished: step {self.version} has {len(done.groups)} groups")
+        if self.options.whole_batch is None:
+            self._update(step, done.loss)
+        else:
+            for part in self._work(done.groups).split(self.options.updates_per_step):
+                loss = self._accumulate(part)
+                self._update(step, loss)
+                done.loss += loss
         self.version += 1
-        report = self._report(step, done, float(norm), rate)
+        report = self._report(step, done)
         self.reset()
         return report
 
@@ -177,6 +129,25 @@ class Trainer:
         """Forget what was fed since the last update."""
         self.optimiser.zero_grad(set_to_none=True)
         self._open = self._nothing()
+
+    def forget_moments(self) -> None:
+        """The optimiser before its first update, with the zeros that AdamW would make then.
+
+        So its state has the same tensors at every version.
+        """
+        for each in self.parameters:
+            self.optimiser.state[each] = {
+                "step": torch.zeros((), dtype=torch.float32, device=each.device),
+                "exp_avg": torch.zeros_like(each, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(each, memory_format=torch.preserve_format),
+            }
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model under its Hugging Face names, adapters merged in: what engines are given.
+
+        Where nothing had to be merged these are the trained tensors themselves, which the next update changes.
+        """
+        return merged(self.model)
 
     def _nothing(self) -> _Open:
         return _Open(LossSum.zero(self._aggregation))
@@ -190,37 +161,75 @@ class Trainer:
                     f"the bound is {self.options.max_staleness}"
                 )
 
-    def _accumulate(self, groups: Sequence[Group]) -> None:
-        rows = [row for group in groups for row in group]
-        members = torch.tensor([at for at, group in enumerate(groups) for _ in group])
-        rewards_N = torch.tensor([row.reward for row in rows], dtype=torch.float64)
-        device, dtype = self.parameters[0].device, torch.promote_types(self.parameters[0].dtype, torch.float32)
-        advantages_N = self._advantages(rows, rewards_N, members).to(dtype)
-        for batch in micro_batches(rows, advantages_N, self.options.micro_tokens, device):
+    # Before gradients
+
+    def _work(self, groups: Sequence[Group]) -> Work:
+        work = Work(groups)
+        if self.options.measures_first:
+            work = Work(groups, self._measured(work.rows))
+        work = with_advantages(work, self.options)
+        teaching = signals(work)
+        self._open.without_signal += [
+            tokens for tokens, teaches in zip(work.tokens, teaching, strict=True) if not teaches
+        ]
+        return work.only(teaching) if self.options.skips else work
+
+    @torch.no_grad()
+    def _measured(self, rows: list[Row]) -> Known:
+        """The policy and the values that the step begins with."""
+        found = [self._forward(batch) for batch in micro_batches(rows, self.options.micro_tokens, self.device)]
+        values = [each.values_T.cpu() for each in found if each.values_T is not None]
+        return Known(
+            proximal_T=torch.cat([each.logprobs_T.cpu() for each in found]),
+            values_T=torch.cat(values) if values else None,
+        )
+
+    # Gradients
+
+    def _accumulate(self, work: Work) -> LossSum:
+        """Add to the gradients those of the sum of this work's losses."""
+        total = LossSum.zero(self._aggregation)
+        for batch in micro_batches(work.rows, self.options.micro_tokens, self.device, work.known):
             loss = self._loss(batch)
             loss.total.backward()  # type: ignore[no-untyped-call]
-            self._open.loss += loss.detach()
-
-    def _advantages(self, rows: list[Row], rewards_N: Tensor, members_N: Tensor) -> Tensor:
-        if self.options.advantage == "reinforce++":
-            return reinforce_plus_plus(rewards_N, Segments.of([row.tokens.size for row in rows]))
-        return GROUP_ADVANTAGES[self.options.advantage](rewards_N, members_N)
+            total += loss.detach()
+        return total
 
     def _loss(self, batch: MicroBatch) -> LossSum:
-        options = self.options
-        logprobs_T, entropy_T = policy(self.model, batch, options.temperature, options.entropy_coefficient > 0)
-        self._open.metrics += difference(logprobs_T.detach(), batch.behaviour_T)
-        self._open.metrics += Metrics({"policy_entropy": (entropy_T.detach().sum(), entropy_T.numel())})
-        correction = self._correction(logprobs_T.detach(), batch)
-        advantages_T = batch.segments.spread(batch.advantages_N)
-        loss = POLICY_LOSSES[options.loss](logprobs_T, advantages_T, batch.segments, correction, self._aggregation)
+        options, segments = self.options, batch.segments
+        out = self._forward(batch)
+        now_T, first_T = out.logprobs_T.detach(), batch.known.proximal_T
+        if first_T is not None or not self._open.norms:
+            self._open.metrics += difference(now_T if first_T is None else first_T, batch.behaviour_T)
+        self._open.metrics += Metrics({"policy_entropy": (out.entropy_T.detach().sum(), out.entropy_T.numel())})
+        correction = self._correction(now_T if first_T is None else first_T, batch)
+        advantages_T, value = self._advantages(out, batch, correction)
+        policy = POLICY_LOSSES[options.loss]
+        loss = policy(out.logprobs_T, advantages_T, segments, correction, self._aggregation, **options.clip)
+        if value is not None:
+            loss = loss.plus(value, options.value_coefficient)
         if options.entropy_coefficient:
-            bonus = entropy_bonus(entropy_T, batch.segments, self._aggregation, correction.keep_N)
+            bonus = entropy_bonus(out.entropy_T, segments, self._aggregation, correction.keep_N)
             loss = loss.plus(bonus, options.entropy_coefficient)
+        if options.kl_coefficient:
+            reference_T = self._reference(batch)
+            kl = kl_loss(out.logprobs_T, reference_T, segments, self._aggregation, correction.keep_N)
+            loss = loss.plus(kl, options.kl_coefficient)
         return loss
 
+    def _advantages(self, out: Outputs, batch: MicroBatch, correction: Correction) -> tuple[Tensor, LossSum | None]:
+        """And with a value head its loss. Values that were not measured before are those of this very pass."""
+        known, segments = batch.known, batch.segments
+        if out.values_T is None:
+            assert known.advantages_T is not None
+            return known.advantages_T, None
+        old_T = out.values_T.detach() if known.values_T is None else known.values_T
+        estimate = estimated(batch.rewards_N, old_T, segments, self.options)
+        terms = (out.values_T, estimate.returns_T, old_T, segments, self._aggregation, correction.keep_N)
+        advantages_T = estimate.advantages_T if known.advantages_T is None else known.advantages_T
+        return advantages_T, value_loss(*terms, eps=self.options.value_clip)
+
     def _correction(self, proximal_T: Tensor, batch: MicroBatch) -> Correction:
-        """With one update a step, the policy at its beginning is the present one."""
         match self.options.correction:
             case "truncated":
                 return truncated(proximal_T, batch.behaviour_T, self.options.importance_cap)
@@ -231,17 +240,64 @@ class Trainer:
             case _:
                 return uncorrected(batch.behaviour_T)
 
-    def _report(self, step: int, done: _Open, norm: float, rate: float) -> StepReport:
+    def _forward(self, batch: MicroBatch) -> Outputs:
+        return forward(
+            self.model,
+            batch,
+            self.options.temperature,
+            train_entropy=self.options.entropy_coefficient > 0,
+            value_head=self.value_head,
+            half=self._half,
+        )
+
+    @torch.no_grad()
+    def _reference(self, batch: MicroBatch) -> Tensor:
+        """Log-probabilities of the model before training."""
+        if self.reference is not None:
+            return forward(self.reference, batch, self.options.temperature, half=self._half).logprobs_T
+        with adapters_off(self.model):
+            return forward(self.model, batch, self.options.temperature, half=self._half).logprobs_T
+
+    # The update
+
+    def _update(self, step: int, loss: LossSum) -> None:
+        """With the gradients of this loss; none if nothing was left to train on, for momentum alone would move it."""
+        if not loss.normaliser:
+            self.optimiser.zero_grad(set_to_none=True)
+            return
+        scale_gradients(self.parameters, loss.scale)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.options.clip_norm))
+        if not math.isfinite(norm):
+            made = len(self._open.norms)
+            self.reset()
+            fix = f"{made} updates of it were made, so load the last checkpoint, and " if made else ""
+            raise FloatingPointError(
+                f"the gradient of step {step} is not finite: {fix}lower the learning rate, or look at its data"
+            )
+        for part in self.optimiser.param_groups:
+            part["lr"] = part["peak"] * self.options.share(step)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        self._open.norms.append(norm)
+
+    def _report(self, step: int, done: _Open) -> StepReport:
         rows = [row for group in done.groups for row in group]
+        rewards_N = torch.tensor([row.reward for row in rows], dtype=torch.float64)
+        lengths_N = torch.tensor([row.tokens.size for row in rows])
         return StepReport(
             step=step,
             groups=len(done.groups),
-            tokens=sum(row.tokens.size for row in rows),
-            reward=sum(row.reward for row in rows) / len(rows),
+            tokens=int(lengths_N.sum()),
+            reward=float(rewards_N.mean()),
+            shaped_reward=float(shaped(rewards_N, lengths_N, self.options).mean()),
             loss=float(done.loss.mean),
-            gradient_norm=norm,
-            learning_rate=rate,
-            max_staleness=max(done.staleness, default=0),
-            token_staleness=done.staleness,
-            metrics=(done.loss.metrics + done.metrics).values(),
+            gradient_norm=max(done.norms, default=0.0),
+            learning_rate=self.options.rate(step),
+            updates=len(done.norms),
+            groups_without_signal=len(done.without_signal),
+            tokens_without_signal=sum(done.without_signal),
+            max_staleness=max(done.token_staleness, default=0),
+            token_staleness=done.token_staleness,
+            trajectory_staleness=done.trajectory_staleness,
+            metrics=metric_values(done.loss.metrics + done.metrics),
         )

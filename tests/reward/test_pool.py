@@ -10,7 +10,7 @@ import pytest
 
 from staleflow.reward.function import Response, RewardError
 from staleflow.reward.pool import PoolPort, RewardPool, Settings
-from staleflow.servers.lifecycle import Group
+from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.tasks.adder import Adder
 from staleflow.tasks.task import Problem
 
@@ -151,21 +151,16 @@ def test_a_response_is_not_scored_twice_at_once_and_can_be_withdrawn() -> None:
 
 def test_the_port_looks_up_the_problem_and_the_tokens() -> None:
     task = Adder()
-    group = Group.__new__(Group)
-    group.prompt = 3
-
-    class Stub:
-        name = "p3/0"
-
-        def __init__(self) -> None:
-            self.group = group
-
     asked: list[tuple[str, Problem, Response]] = []
     pool = RewardPool("adder", Settings(), lambda *_: None, lambda *_: None)
     pool.submit = lambda *job: asked.append(job)  # type: ignore[method-assign]
-    trajectory: Any = Stub()
-    PoolPort(pool, task.problem, lambda _name: [7, 8], lambda tokens: f"{list(tokens)}").score(trajectory)
+    port = PoolPort(pool, task.problem, lambda _name: [7, 8], lambda tokens: f"{list(tokens)}")
+    trajectory = Trajectory("p3/0", Group("p3", 3, 0, 4, 1), state="generated")
+    port.score(trajectory)
     assert asked == [("p3/0", task.problem(3), Response("[7, 8]", (7, 8)))]
+    trajectory.state = "aborted"  # while the request waited for the journal
+    port.score(trajectory)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("settings", [{"workers": 0}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}])

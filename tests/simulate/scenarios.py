@@ -27,6 +27,8 @@ def setting_of(seed: int) -> Setting:
     """Sizes, strategies and lengths that depend only on the seed."""
     random = Random(seed)
     groups = random.choice((2, 4))
+    filtered = random.random() < 0.3
+    prompts = random.choice((None, None, groups * 6 + random.choice((0, 1, 5))))
     return replace(
         BASE,
         name=f"scenario {seed}",
@@ -38,9 +40,9 @@ def setting_of(seed: int) -> Setting:
         training_gpus=4,
         redundancy=random.choice((0, 0, 1)),
         extra_members=random.choice((0, 0, 1)),
-        filter_uniform=random.random() < 0.3,
+        filter_uniform=filtered,
         reward_s=random.choice((0.0, 3.0)),
-        prompts=random.choice((None, None, groups * 6 + random.choice((0, 1, 5)))),
+        prompts=None if filtered else prompts,  # prompts without signal are not drawn again
         workload=Workload(
             Sampled(random.choice(LENGTHS), between=random.choice((0.0, 0.5, 0.9))),
             max_tokens=4_000,

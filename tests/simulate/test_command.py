@@ -184,8 +184,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     ("arguments", "line"),
     [
         ("--preset nope", "preset 'nope' is unknown; choose one of paper-14b"),
-        ("--policy nope", "policy 'nope' is unknown; choose one of staleflow"),
-        ("policy=nope", "policy 'nope' is unknown; choose one of staleflow"),
+        ("--policy nope", "policy 'nope' is unknown; choose from staleflow, synchronous, one_step"),
+        ("policy=nope", "policy 'nope' is unknown; choose from staleflow, synchronous, one_step"),
         ("routing=nope", "routing=nope is unknown; choose one of waterfall"),
         ("consum=batch", "'consum' is not a setting; did you mean consume"),
         ("qqqq=1", "'qqqq' is not a setting; known are adapt, "),

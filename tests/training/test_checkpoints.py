@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from staleflow.training.checkpoints import STATE, CheckpointError, load, newest, save
@@ -24,23 +25,38 @@ def train(trainer: Trainer, steps: int) -> None:
         trainer.finish(trainer.version)
 
 
-def test_a_resumed_run_is_the_same_run(base: Any, tmp_path: Path) -> None:
-    straight = Trainer(copy.deepcopy(base), OPTIONS)
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"lora_rank": 2, "kl_coefficient": 0.1},
+    "gae": {"advantage": "gae", "value_learning_rate": 0.05},
+    "frozen": {"train_only": ("model.layers.*",), "kl_coefficient": 0.1},
+    "lora-gae-updates": {"advantage": "gae", "lora_rank": 2, "updates_per_step": 2, "correction": "decoupled"},
+}
+
+
+@pytest.fixture(params=WAYS)
+def options(request: pytest.FixtureRequest) -> TrainerOptions:
+    return TrainerOptions(0, learning_rate=1e-2, warmup_steps=3, **WAYS[request.param])
+
+
+def test_a_resumed_run_is_the_same_run(base: Any, tmp_path: Path, options: TrainerOptions) -> None:
+    straight = Trainer(copy.deepcopy(base), options)
     train(straight, 3)
     save(straight, tmp_path / "a")
     drawn = torch.rand(3)
     train(straight, 3)
-    resumed = Trainer(copy.deepcopy(base), OPTIONS)
+    resumed = Trainer(copy.deepcopy(base), options)
     train(resumed, 1)
     assert load(resumed, tmp_path / "a") == 3
     assert torch.equal(torch.rand(3), drawn), "the same random numbers follow"
     train(resumed, 3)
-    for one, other in zip(straight.parameters, resumed.parameters, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, straight.parameters, resumed.parameters))
+    assert all(map(torch.equal, straight.weights().values(), resumed.weights().values()))
+    assert straight.optimiser.state.keys() == {*straight.parameters}
 
 
-def test_transformers_loads_what_was_saved(base: Any, tmp_path: Path) -> None:
-    trainer = Trainer(copy.deepcopy(base), OPTIONS)
+def test_transformers_loads_what_was_saved(base: Any, tmp_path: Path, options: TrainerOptions) -> None:
+    trainer = Trainer(copy.deepcopy(base), options)
     train(trainer, 1)
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "tokenizer.json").write_text("{}")
@@ -48,7 +64,60 @@ def test_transformers_loads_what_was_saved(base: Any, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype=torch.float64)
     tokens = torch.tensor([[1, 2, 3]])
     assert torch.allclose(model(tokens).logits, trainer.model(tokens).logits)
+    assert {name for name, _ in model.named_parameters()} == load_file(tmp_path / "a" / "model.safetensors").keys()
     assert (tmp_path / "a" / "tokenizer.json").is_file()
+    assert (tmp_path / "a" / "value_head.safetensors").is_file() == (options.advantage == "gae")
+
+
+def test_tied_embeddings_are_saved_once_and_stay_tied(base: Any, tmp_path: Path) -> None:
+    config = copy.deepcopy(base.config)
+    config.tie_word_embeddings = True
+    straight, resumed = (Trainer(AutoModelForCausalLM.from_config(config).double(), OPTIONS) for _ in range(2))
+    train(straight, 2)
+    save(straight, tmp_path / "a")
+    assert "lm_head.weight" not in load_file(tmp_path / "a" / "model.safetensors")
+    load(resumed, tmp_path / "a")
+    for trainer in (straight, resumed):
+        train(trainer, 2)
+    assert all(map(torch.equal, straight.parameters, resumed.parameters))
+    assert resumed.model.lm_head.weight is resumed.model.model.embed_tokens.weight
+
+
+def test_a_checkpoint_before_the_first_update_forgets_later_ones(base: Any, tmp_path: Path) -> None:
+    trainer = Trainer(copy.deepcopy(base), OPTIONS)
+    save(trainer, tmp_path / "a")
+    train(trainer, 2)
+    expected = [each.detach().clone() for each in trainer.parameters]
+    assert load(trainer, tmp_path / "a") == 0
+    train(trainer, 2)
+    assert all(map(torch.equal, trainer.parameters, expected))
+
+
+def test_more_files_are_part_of_the_checkpoint(base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(copy.deepcopy(base), OPTIONS)
+    synced: list[str] = []
+    monkeypatch.setattr("staleflow.training.checkpoints._sync", lambda path: synced.append(path.name))
+    save(trainer, tmp_path / "a", also={"control.json": b"{}", "book.bin": b"\0"})
+    assert (tmp_path / "a" / "control.json").read_bytes() == b"{}"
+    assert {"control.json", "book.bin", "model.safetensors", STATE} <= set(synced)
+    assert synced[-2:] == [".unfinished-a", tmp_path.name], "the folder after its files, the name last"
+    for name in (STATE, "model.safetensors", "../b", "b/c"):
+        with pytest.raises(CheckpointError, match="give another plain name"):
+            save(trainer, tmp_path / "b", also={name: b""})
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_run_is_resumed_with_what_it_was_trained_with_only(base: Any, tmp_path: Path) -> None:
+    for name, more in WAYS.items():
+        trainer = Trainer(copy.deepcopy(base), TrainerOptions(0, learning_rate=1e-2, **more))
+        train(trainer, 1)
+        save(trainer, tmp_path / name)
+    for name, other in (("lora", "full"), ("gae", "full"), ("full", "lora"), ("full", "gae"), ("full", "frozen")):
+        with pytest.raises(CheckpointError, match=r"same parameters|for these options"):
+            load(Trainer(copy.deepcopy(base), TrainerOptions(0, **WAYS[other])), tmp_path / name)
+    moved = AutoModelForCausalLM.from_pretrained(tmp_path / "lora", dtype=torch.float64)
+    with pytest.raises(CheckpointError, match="build the trainer from the folder that the run began with"):
+        load(Trainer(moved, TrainerOptions(0, **WAYS["lora"])), tmp_path / "lora")
 
 
 def test_an_unfinished_checkpoint_is_never_taken_for_a_whole_one(

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from staleflow.servers.payloads import Row
-from staleflow.training.micro_batches import micro_batches, policy
+from staleflow.training.micro_batches import forward, micro_batches
 from staleflow.training.trainer import Group, StalenessError, Trainer, TrainerOptions
 
 VOCABULARY = 12
@@ -72,18 +72,26 @@ def updated(
 
 COMBINATIONS = list(
     itertools.product(
-        ("grpo", "dr_grpo", "rloo", "reinforce++"),
+        ("grpo", "dr_grpo", "rloo", "reinforce++", "gae"),
         ("ppo", "dapo", "gspo", "cispo"),
         ("none", "truncated", "masked", "decoupled"),
     )
 )
+TERMS: list[dict[str, Any]] = [
+    {"entropy_coefficient": 0.01},
+    {"kl_coefficient": 0.1},
+    {"kl_coefficient": 0.1, "lora_rank": 2},
+    {"skip_no_signal": False},
+    {"overlong_buffer": 6, "max_tokens": 8},
+    {"whiten_advantages": True},
+    {"updates_per_step": 2},
+    {"train_only": ("model.layers.1.*", "lm_head.*")},
+    {"activation_checkpointing": True},
+    {"micro_tokens": 16},
+]
 
 
-@pytest.mark.parametrize(("advantage", "loss", "correction"), COMBINATIONS)
-def test_a_streamed_step_makes_the_same_update_as_a_whole_one(
-    base: Any, advantage: Any, loss: Any, correction: Any
-) -> None:
-    options = TrainerOptions(0, advantage, loss, correction, learning_rate=1e-2, entropy_coefficient=0.01)
+def assert_the_same_in_pieces(base: Any, options: TrainerOptions) -> None:
     groups = groups_of(6, 3)
     whole, report = updated(base, options, groups, [6])
     pieces, again = updated(base, options, groups, [1, 3, 2])
@@ -91,6 +99,20 @@ def test_a_streamed_step_makes_the_same_update_as_a_whole_one(
         assert torch.allclose(one, other, atol=1e-6)
     assert again.loss == pytest.approx(report.loss, abs=1e-5)
     assert again.metrics == pytest.approx(report.metrics, abs=1e-4)
+    assert again.updates == report.updates == options.updates_per_step
+
+
+@pytest.mark.parametrize(("advantage", "loss", "correction"), COMBINATIONS)
+def test_a_streamed_step_makes_the_same_update_as_a_whole_one(
+    base: Any, advantage: Any, loss: Any, correction: Any
+) -> None:
+    assert_the_same_in_pieces(base, TrainerOptions(0, advantage, loss, correction, learning_rate=1e-2))
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+@pytest.mark.parametrize("term", TERMS, ids=lambda term: "-".join(term))
+def test_a_step_with_more_terms_makes_the_same_update_in_pieces(base: Any, advantage: Any, term: Any) -> None:
+    assert_the_same_in_pieces(base, TrainerOptions(0, advantage, correction="decoupled", learning_rate=1e-2, **term))
 
 
 @pytest.mark.parametrize("budget", [1, 20, 40, 10_000])
@@ -105,8 +127,8 @@ def test_the_size_of_a_forward_pass_changes_nothing(base: Any, budget: int) -> N
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_are_those_of_each_row_alone(base: Any, temperature: float) -> None:
     rows = [row for group in groups_of(3, 3) for row in group]
-    (batch,) = micro_batches(rows, torch.zeros(len(rows)), 10_000)
-    found, entropy = policy(base, batch, temperature)
+    (batch,) = micro_batches(rows, 10_000)
+    found, entropy, _ = forward(base, batch, temperature)
     at = 0
     for row in rows:
         tokens = torch.from_numpy(np.concatenate([row.prompt, row.tokens]).astype(np.int64))
@@ -119,10 +141,19 @@ def test_log_probabilities_are_those_of_each_row_alone(base: Any, temperature: f
     assert at == len(found)
 
 
+def test_a_pass_in_half_precision_gives_probabilities_in_full(base: Any) -> None:
+    rows = [row for group in groups_of(3, 3) for row in group]
+    (batch,) = micro_batches(rows, 10_000)
+    single = copy.deepcopy(base).float()
+    full, half = (forward(single, batch, 1.0, half=each) for each in (False, True))
+    assert half.logprobs_T.dtype == half.entropy_T.dtype == torch.float32
+    assert 0 < float((full.logprobs_T - half.logprobs_T).detach().abs().max()) < 0.02
+
+
 def test_the_gradient_of_an_on_policy_step_is_the_plain_policy_gradient(base: Any) -> None:
     groups = groups_of(3, 4, seed=5)
-    (batch,) = micro_batches([row for group in groups for row in group], torch.zeros(12), 10_000)
-    logprobs = policy(base, batch, 1.0)[0].detach().numpy()
+    (batch,) = micro_batches([row for group in groups for row in group], 10_000)
+    logprobs = forward(base, batch, 1.0)[0].detach().numpy()
     at, honest = 0, list[Group]()
     for group in groups:
         rows: list[Row] = []
@@ -168,7 +199,28 @@ def test_the_report_counts_the_age_of_every_token(base: Any) -> None:
     report = trainer.finish(5)
     old = sum(row.tokens.size for row in groups[2])
     assert report.token_staleness == {0: report.tokens - old, 2: old}
+    assert report.trajectory_staleness == {0: 4, 2: 3}
     assert (report.max_staleness, report.groups, trainer.version) == (2, 3, 6)
+
+
+def test_a_trajectory_is_as_old_as_its_oldest_token(base: Any) -> None:
+    trainer = Trainer(copy.deepcopy(base), TrainerOptions(2), version=5)
+    (group,) = groups_of(1, 1, version=5)
+    size = group[0].tokens.size
+    trainer.feed(5, [[group[0]._replace(spans=((3, 1), (5, size - 1)))]])
+    report = trainer.finish(5)
+    assert (report.trajectory_staleness, report.token_staleness) == ({2: 1}, {2: 1, 0: size - 1})
+
+
+@pytest.mark.parametrize("term", [{}, {"updates_per_step": 2}, {"advantage": "gae", "whiten_advantages": True}])
+def test_a_step_that_is_held_is_checked_when_it_is_fed(base: Any, term: Any) -> None:
+    trainer = Trainer(copy.deepcopy(base), TrainerOptions(0, **term), version=1)
+    before = [each.detach().clone() for each in trainer.parameters]
+    with pytest.raises(StalenessError, match="trajectory p0/0 has"):
+        trainer.feed(1, groups_of(2, 2, version=0))
+    for one, other in zip(before, trainer.parameters, strict=True):
+        assert torch.equal(one, other)
+        assert other.grad is None
 
 
 # Lives
@@ -215,13 +267,48 @@ def test_a_gradient_that_is_no_number_changes_nothing(base: Any) -> None:
         ({"learning_rate": 0.0}, "learning_rate is 0.0"),
         ({"micro_tokens": 0}, "micro_tokens is 0"),
         ({"schedule": "cosine"}, "give total_steps too"),
-        ({"advantage": "gae"}, "advantage 'gae' is unknown"),
+        ({"advantage": "ppo"}, "advantage 'ppo' is unknown"),
+        ({"correction": "some"}, "correction 'some' is unknown: use one of none, truncated"),
+        ({"autocast": "on"}, "autocast 'on' is unknown: use one of auto, off"),
+        ({"updates_per_step": 0}, "updates_per_step is 0: give at least 1"),
+        ({"kl_coefficient": -1.0}, "kl_coefficient is -1.0: give 0 or more"),
+        ({"gae_lambda": 1.5}, "gae_lambda is 1.5: give 0 to 1"),
+        ({"sequence_band": (1.5, 2.0)}, r"sequence_band is \(1.5, 2.0\): give 0 < low <= 1 <= high"),
+        ({"overlong_buffer": 5}, "give max_tokens too"),
+        ({"overlong_buffer": 5, "max_tokens": 4}, "give max_tokens too, at least the buffer"),
+        ({"lora_rank": 2, "train_only": ("*",)}, "leave one out"),
+        ({"lora_rank": 2, "lora_targets": ()}, "lora_targets is empty"),
+        ({"lora_targets": ("lm_head",)}, "lora_targets has lm_head: adapt matrices inside the layers"),
+        ({"value_learning_rate": 0.1}, "given without a value head: use advantage gae"),
+        ({"advantage": "reinforce++", "whiten_advantages": True}, "is whitened already"),
         ({"loss": "sft"}, "loss 'sft' is unknown"),
+        ({"eps_low": 1.5}, "eps_low is 1.5: give 0 to 1"),
+        ({"eps_high": -0.1}, "eps_high is -0.1: give 0 or more"),
+        ({"eps_high": math.nan}, "eps_high is nan: give 0 or more"),
+        ({"dual_clip": 1.0}, "dual_clip is 1.0: give a ratio above 1"),
+        ({"loss": "gspo", "dual_clip": 3.0}, "loss gspo has no dual_clip: leave it out, or use ppo or dapo"),
+        ({"loss": "cispo", "dual_clip": 3.0}, "loss cispo has no dual_clip"),
     ],
 )
 def test_contradictory_options_are_refused_at_the_start(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainerOptions(**{"max_staleness": 0, **wrong})
+
+
+def test_clip_ranges_reach_the_loss(base: Any) -> None:
+    groups = groups_of(4, 3)
+
+    def made(**options: Any) -> tuple[list[torch.Tensor], Any]:
+        return updated(base, TrainerOptions(0, learning_rate=1e-2, **options), groups, [4])
+
+    assert all(map(torch.equal, made(loss="ppo", eps_high=0.28)[0], made(loss="dapo")[0]))
+    for loss in ("ppo", "dapo", "gspo", "cispo"):
+        _, without = made(loss=loss, eps_low=1.0, eps_high=math.inf)
+        _, narrow = made(loss=loss, eps_low=0.0, eps_high=0.0)
+        assert without.metrics["clip_fraction"] == 0 < narrow.metrics["clip_fraction"]
+    assert "clip_dual" not in made(loss="ppo")[1].metrics
+    for loss in ("ppo", "dapo"):
+        assert made(loss=loss, dual_clip=1.01)[1].metrics["clip_dual"] > 0
 
 
 def test_the_learning_rate_warms_up_and_falls() -> None:
@@ -257,5 +344,6 @@ def test_a_model_learns_what_is_rewarded(base: Any) -> None:
         ]
         trainer.feed(step, [rows])
         report = trainer.finish(step)
-        assert report.metrics["logprob_difference_max"] < 1e-3
+        if report.updates:  # once all are rewarded, none is computed
+            assert report.metrics["logprob_difference_max"] < 1e-3
     assert float(chance()[7]) > max(0.5, 3 * before)

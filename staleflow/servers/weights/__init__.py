@@ -20,12 +20,21 @@ import torch
 
 from staleflow.servers.weights.pulling import Pulled, Reader
 from staleflow.servers.weights.pushing import Pushed, Writer
-from staleflow.servers.weights.segments import Registry, WeightsError
+from staleflow.servers.weights.segments import NoStoreError, Registry, WeightsError
 from staleflow.servers.weights.slots import Clock, segments_of
 from staleflow.servers.weights.stores import Store
-from staleflow.servers.weights.tensors import Cast
+from staleflow.servers.weights.tensors import PRIVATE, Cast
 
-__all__ = ["LocalParameterServer", "ParameterServer", "Pulled", "Pushed", "WeightsError", "reclaim"]
+__all__ = [
+    "PRIVATE",
+    "LocalParameterServer",
+    "NoStoreError",
+    "ParameterServer",
+    "Pulled",
+    "Pushed",
+    "WeightsError",
+    "reclaim",
+]
 
 LEASE_S = 10.0
 """How long a reader that stopped in the middle of a pull keeps a slot."""
@@ -43,7 +52,9 @@ class ParameterServer(Protocol):
         ...
 
     def pull(self, into: Mapping[str, torch.Tensor], at_least: int) -> int:
-        """Copy the newest version, which must be ``at_least`` that, into these tensors. Returns its number."""
+        """Copy the newest version, which must be ``at_least`` that, into these tensors. Returns its number.
+
+        They are all weights, or all that is ``PRIVATE``: what a trainer pushes beside them for its successor."""
         ...
 
     def close(self) -> None: ...
@@ -91,7 +102,7 @@ class LocalParameterServer:
         between: Callable[[], None] | None = None,
     ) -> "LocalParameterServer":
         """The store of a writer that died; its newest version and its layout stay. ``create`` elsewhere may reclaim the
-        store before, if no reader holds it."""
+        store before, if no reader holds it. Raises ``NoStoreError`` if there is none."""
         store = Store.take_over(Registry(registry), name, clock)
         return cls._writing(store, None, max_slots, lease_s, between)
 

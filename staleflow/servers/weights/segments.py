@@ -36,6 +36,10 @@ class WeightsError(ValueError):
     """Something about weights that the caller can put right. What was published before stays as it was."""
 
 
+class NoStoreError(WeightsError):
+    """Nobody has created a store of this name here, or it was removed."""
+
+
 # Segments
 
 

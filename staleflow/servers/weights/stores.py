@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable
 
-from staleflow.servers.weights.segments import Registry, WeightsError, hold, let_go
+from staleflow.servers.weights.segments import NoStoreError, Registry, WeightsError, hold, let_go
 from staleflow.servers.weights.slots import (
     CLOSED_WORD,
     FORMAT,
@@ -51,7 +51,9 @@ class Store:
             writer = registry.open(registry.writer(name), create=True)
             hold(writer, fcntl.LOCK_EX)
             try:
-                path.write_bytes(ControlBlock.blank())
+                draft = path.with_suffix(".draft")
+                draft.write_bytes(ControlBlock.blank())
+                draft.replace(path)  # a death in between leaves nothing that looks like a store
                 return cls._join(registry, name, clock, [writer])
             except BaseException:
                 os.close(writer)
@@ -82,7 +84,7 @@ class Store:
     @classmethod
     def _find(cls, registry: Registry, name: str) -> None:
         if not registry.control(name).exists():
-            raise WeightsError(
+            raise NoStoreError(
                 f"there is no weights store {name!r} in {registry.folder}: create it first, or check name and registry"
             )
 

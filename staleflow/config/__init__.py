@@ -1,0 +1,47 @@
+"""The configuration of a run: typed, frozen, from a file and ``key=value``, checked before anything heavy is loaded.
+
+config = load("run.yaml", ["staleness=1"])      # what was asked for, or ConfigError in one line
+check(config)                                   # what this machine, the model folder and the data say to it
+print(estimate(config).text())                  # processes and memory
+"""
+
+from staleflow.config.checks import check
+from staleflow.config.loading import load, to_yaml
+from staleflow.config.machine import Machine, this_machine
+from staleflow.config.plan import Plan, estimate
+from staleflow.config.presets import PRESETS
+from staleflow.config.resuming import differences, fingerprint
+from staleflow.config.schema import (
+    Checkpoints,
+    Config,
+    Data,
+    Evaluation,
+    Processes,
+    Reward,
+    Rollout,
+    Training,
+)
+from staleflow.coordinator.strategies import ConfigError, Strategies
+
+__all__ = [
+    "PRESETS",
+    "Checkpoints",
+    "Config",
+    "ConfigError",
+    "Data",
+    "Evaluation",
+    "Machine",
+    "Plan",
+    "Processes",
+    "Reward",
+    "Rollout",
+    "Strategies",
+    "Training",
+    "check",
+    "differences",
+    "estimate",
+    "fingerprint",
+    "load",
+    "this_machine",
+    "to_yaml",
+]

@@ -1,0 +1,204 @@
+"""Everything about a run that can be known before anything heavy is loaded: the model's folder, the first row of the
+data, the reward, the run directory, the memory.
+
+    check(config)       # ConfigError with one line that says what to change
+"""
+
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from staleflow.config.limits import mismatches, refuse_values
+from staleflow.config.machine import Machine
+from staleflow.config.plan import estimate
+from staleflow.config.schema import ADDER, SMOLLM, Config
+from staleflow.config.sizes import Sizes, sizes_of
+from staleflow.config.text import one_line
+from staleflow.coordinator.strategies import ConfigError
+from staleflow.tasks.smollm import why_not
+from staleflow.tasks.sources import columns, load_function
+from staleflow.tasks.task import TaskError
+
+FILES = (".jsonl", ".ndjson", ".parquet")
+GYM = "reasoning-gym:"
+REWARDS: dict[str, str | None] = {
+    "adder": None,
+    "exact-match": None,
+    "last-number": None,
+    "math-verify": "math_verify",
+    "reasoning-gym": "reasoning_gym",
+}
+"""The built-in rewards, and the module that each needs."""
+
+
+def check(config: Config, machine: Machine | None = None) -> None:
+    """Refuse what cannot run, with one line that says what to change."""
+    try:
+        _check(config, machine)
+    except ConfigError as error:
+        raise ConfigError(one_line(error)) from None
+
+
+def _check(config: Config, machine: Machine | None) -> None:
+    refuse_values(config)
+    sizes = sizes_of(config)
+    for problem in mismatches(config):
+        raise ConfigError(problem)
+    _model(config, sizes)
+    _data(config)
+    _reward(config.reward.function)
+    _writable(config.runs, "runs")
+    if config.model in (ADDER, SMOLLM):
+        _writable(config.cache, "cache")
+    if (problem := estimate(config, machine).problem) is not None:
+        raise ConfigError(problem)
+
+
+def _model(config: Config, sizes: Sizes) -> None:
+    longest = config.longest_prompt + config.rollout.max_tokens
+    if longest > sizes.positions:
+        raise ConfigError(
+            f"a prompt of {config.longest_prompt} tokens and a response of rollout.max_tokens="
+            f"{config.rollout.max_tokens} are longer than the {sizes.positions} positions of model={config.model}: "
+            f"give rollout.max_tokens={max(1, sizes.positions - config.longest_prompt)}, or a lower "
+            "data.max_prompt_tokens"
+        )
+    if config.model == ADDER:
+        return
+    if config.model == SMOLLM:
+        if (missing := why_not()) is not None:
+            raise ConfigError(missing)
+        return
+    folder = Path(config.model)
+    if not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+        raise ConfigError(f"model={config.model}: the folder has no model.safetensors: save the model in that format")
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"model={config.model}: the folder has no tokenizer.json: save a fast tokenizer with it")
+    if config.data.chat and not _has_chat_template(folder):
+        raise ConfigError(f"model={config.model} has no chat template: give data.chat=false and a data.template")
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+# Data
+
+
+def _data(config: Config) -> None:
+    data = config.data
+    if data.source == ADDER:
+        return
+    if not data.source:
+        raise ConfigError("data.source is not given: give a file, as in data.source=.../train.jsonl")
+    for setting, path in (("data.source", data.source), ("data.held_out", data.held_out)):
+        if path is not None and _is_file(path):
+            _row(setting, path, data.prompt, data.answer)
+        elif setting == "data.held_out" and path is not None:
+            raise ConfigError(f"data.held_out={path}: the ending is not known: give a .jsonl or .parquet file")
+    if _is_file(data.source):
+        if data.arguments:
+            raise ConfigError("data.arguments are for module:function and reasoning-gym: leave them out with a file")
+    elif data.source.startswith(GYM):
+        _needs("reasoning_gym", f"data.source={data.source}")
+    elif ":" in data.source:
+        _function(data.source, "data.source")
+    else:
+        raise ConfigError(
+            f"data.source={data.source} is not known: give adder, a .jsonl or .parquet file, module:function, or "
+            f"{GYM}NAME"
+        )
+
+
+def _is_file(source: str) -> bool:
+    return Path(source).suffix.lower() in FILES
+
+
+def _row(setting: str, source: str, prompt: str, answer: str | None) -> None:
+    """The first row has the named columns."""
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigError(f"{setting}={source}: no such file: correct the path")
+    if path.suffix.lower() == ".parquet":
+        _needs("pyarrow", f"{setting}={source}")
+        names = _parquet_columns(path)
+    else:
+        names = list(_first_object(setting, path))
+    wanted = [("data.prompt", each) for each in columns(prompt)]
+    for name, column in (*wanted, *([("data.answer", answer)] if answer is not None else [])):
+        if column not in names:
+            raise ConfigError(f"{source} has no column {column!r}: give {name}, one of {', '.join(names) or 'none'}")
+
+
+def _first_object(setting: str, path: Path) -> Mapping[str, Any]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            line = next(islice((line for line in lines if line.strip()), 1), None)
+        if line is None:
+            raise ConfigError(f"{setting}={path}: the file is empty: name one with rows")
+        row = json.loads(line)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{setting}={path} cannot be read ({error}): write one JSON object per line") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{setting}={path}: the first line is a {type(row).__name__}: write one JSON object per line")
+    return row
+
+
+def _parquet_columns(path: Path) -> list[str]:
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    try:
+        return list(parquet.read_schema(str(path)).names)
+    except Exception as error:  # pyarrow has errors of its own
+        raise ConfigError(f"{path} cannot be read ({error}): give a Parquet file") from None
+
+
+# Rewards and packages
+
+
+def _reward(function: str) -> None:
+    if re.match(r"https?://", function):
+        if not re.match(r"https?://[^/\s]+", function):
+            raise ConfigError(f"reward.function={function} has no host: give an address such as http://localhost:8000")
+    elif function in REWARDS:
+        if (module := REWARDS[function]) is not None:
+            _needs(module, f"reward.function={function}")
+    elif ":" in function:
+        _function(function, "reward.function")
+    else:
+        raise ConfigError(
+            f"reward.function={function} is not known: give module:function, an http address, or one of "
+            f"{', '.join(REWARDS)}"
+        )
+
+
+def _function(spec: str, setting: str) -> None:
+    try:
+        load_function(spec, setting)
+    except TaskError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _needs(module: str, setting: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        package = module.replace("_", "-")
+        raise ConfigError(f"{setting} needs the package {package}: pip install {package}")
+
+
+def _writable(folder: str, setting: str) -> None:
+    """Whether the folder, or the first one above it that exists, can be written."""
+    path = Path(folder).absolute()
+    place = next(each for each in (path, *path.parents) if each.exists())
+    if not place.is_dir():
+        raise ConfigError(f"{setting}={folder}: {place} is not a folder: give another folder by {setting}=...")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting}={folder}: {place} cannot be written: give another folder by {setting}=...")

@@ -1,0 +1,133 @@
+"""From a tree of plain values to a ``Config``, or one line that says which value is wrong and what to write.
+
+::
+
+    to_config({"staleness": 1, "rollout": {"instances": 3}})
+    to_config({"rollout": {"instnces": 3}})     # ConfigError: rollout.instnces is unknown: write rollout.instances
+"""
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from staleflow.config.limits import refuse_values
+from staleflow.config.schema import Config
+from staleflow.config.text import short
+from staleflow.coordinator.strategies import ConfigError
+
+SECTIONS = {name: kind for name, kind in get_type_hints(Config).items() if dataclasses.is_dataclass(kind)}
+"""By name, the settings that are groups of settings."""
+
+
+def to_config(tree: Mapping[str, Any]) -> Config:
+    """The configuration that the tree says; what it leaves out is the default."""
+    _refuse_unknown(tree)
+    try:
+        config = _at_home(msgspec.convert(tree, Config))
+    except msgspec.ValidationError as error:
+        raise ConfigError(_wrong_type(tree, error)) from None
+    refuse_values(config)
+    return config
+
+
+def _at_home(config: Config) -> Config:
+    """With paths that begin with ``~`` written out: a shell does not do that behind an equals sign."""
+    data = config.data
+    held_out = None if data.held_out is None else os.path.expanduser(data.held_out)
+    return dataclasses.replace(
+        config,
+        **{name: os.path.expanduser(getattr(config, name)) for name in ("model", "runs", "cache")},
+        data=dataclasses.replace(data, source=os.path.expanduser(data.source), held_out=held_out),
+    )
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """Plain values, all of them."""
+    return msgspec.to_builtins(config)
+
+
+def leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of each setting."""
+    for name, value in tree.items():
+        if name in SECTIONS:
+            yield from ((f"{name}.{key}", each) for key, each in value.items())
+        else:
+            yield name, value
+
+
+def type_of(dotted: str) -> Any:
+    """The type of the setting of this name, or ``ConfigError`` with the name that was probably meant."""
+    section, dot, name = dotted.partition(".")
+    kind: Any = SECTIONS.get(section) if dot else Config
+    hints = get_type_hints(kind) if kind is not None else {}
+    if (name if dot else section) not in hints:
+        raise ConfigError(unknown(dotted))
+    return hints[name if dot else section]
+
+
+def unknown(dotted: str) -> str:
+    names = [*SECTIONS, *(name for name, _ in leaves(to_tree(Config())))]
+    last = dotted.rpartition(".")[2]
+    near = difflib.get_close_matches(dotted, names, n=1, cutoff=0.7)
+    near = near or [name for name in names if name.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(dotted, names, n=1, cutoff=0.5)
+    if near:
+        return f"{dotted} is unknown: write {near[0]}"
+    section = dotted.partition(".")[0]
+    here = get_type_hints(SECTIONS[section]) if section in SECTIONS else get_type_hints(Config)
+    return f"{dotted} is unknown: choose one of {', '.join(here)}"
+
+
+def _refuse_unknown(tree: Mapping[str, Any]) -> None:
+    for name, value in tree.items():
+        if name not in get_type_hints(Config):
+            raise ConfigError(unknown(str(name)))
+        if name not in SECTIONS:
+            continue
+        if not isinstance(value, Mapping):
+            first = next(iter(get_type_hints(SECTIONS[name])))
+            raise ConfigError(f"{name}={short(value)}: it is a group of settings: write {name}.{first} and the like")
+        for key in value:
+            type_of(f"{name}.{key}")
+
+
+def _wrong_type(tree: Mapping[str, Any], error: msgspec.ValidationError) -> str:
+    found = re.search(r"`\$((?:\.\w+)+)", str(error))
+    if found is None:  # a check of a section's own
+        return " ".join(str(error).split())
+    parts = found[1][1:].split(".")
+    dotted = ".".join(parts[: 2 if parts[0] in SECTIONS else 1])
+    if dotted in SECTIONS:  # a section refused its values: it has said itself what is wrong
+        return f"{dotted}.{str(error).partition(' - at `')[0]}"
+    value: Any = tree
+    for part in dotted.split("."):
+        value = value[part]
+    return f"{dotted}={short(value)}: write {wanted(type_of(dotted))}"
+
+
+def wanted(kind: Any) -> str:
+    """What to write for a type."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return f"{wanted(next(each for each in arguments if each is not NoneType))}, or null"
+    if origin is Literal:
+        return f"one of {', '.join(arguments)}"
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return "a list of texts such as [one, two]"
+    if origin is tuple:
+        return f"a list of {len(arguments)} numbers such as [0.5, 2]"
+    if origin is dict:
+        return "names and values such as {digits: 1}"
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a text (in quotes if it is a number)",
+    }
+    return names[kind]

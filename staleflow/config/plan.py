@@ -1,0 +1,202 @@
+"""What a run will need, before it starts: processes, threads, memory by role, against what the machine has.
+
+    plan = estimate(config)
+    print(plan.text())
+    plan.problem            # None, or the line that refuses the run
+
+A pure function of the configuration, the model's sizes and the machine. Weights, optimiser, KV memory and payload are
+exact; activations and what PyTorch itself takes are estimates, and are marked so.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from staleflow.config.machine import Machine, this_machine
+from staleflow.config.schema import Config
+from staleflow.config.sizes import Sizes, sizes_of
+
+BYTES = {"float32": 4, "bfloat16": 2}
+PROCESS = 280 * 2**20
+"""Estimate: a Python process with PyTorch loaded, beyond what processes share."""
+WORKER = 60 * 2**20
+"""Estimate: a reward worker."""
+CONTROL = 250 * 2**20
+"""Estimate: the control plane."""
+CONTEXT = 500 * 2**20
+"""Estimate: a process on a GPU."""
+PAYLOAD_BYTES = 8
+"""A token and its log-probability."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Memory of one kind, of ``count`` equal processes."""
+
+    role: str
+    what: str
+    bytes: int
+    device: str = "cpu"
+    count: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.bytes * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    config: Config
+    sizes: Sizes
+    machine: Machine
+    parts: tuple[Part, ...]
+
+    def needed(self, device: str = "cpu") -> int:
+        return sum(part.total for part in self.parts if part.device == device)
+
+    @property
+    def devices(self) -> list[str]:
+        return sorted({part.device for part in self.parts})
+
+    @property
+    def instance(self) -> int:
+        """Bytes of one rollout instance, on whatever device it is."""
+        device = _device(self.config.rollout.device)
+        return sum(part.bytes for part in self.parts if part.role == "instance" and part.device == device)
+
+    @property
+    def threads(self) -> int:
+        """Of each compute process, unless the runtime has cores to spare for the trainer."""
+        processes = self.config.rollout.instances + 1
+        return self.config.processes.threads or max(1, self.machine.cores // processes)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the run does not fit, in one line with the fix; None if it does."""
+        for device in self.devices:
+            has = self._has(device)
+            if has is None:
+                setting = "rollout.device" if device == _device(self.config.rollout.device) else "training.device"
+                return f"{setting}={device}, but nvidia-smi finds no such GPU here: give {setting}=cpu"
+            if self.needed(device) > has:
+                return self._too_much(device, has)
+        return None
+
+    def _has(self, device: str) -> int | None:
+        if device == "cpu":
+            return self.machine.memory
+        index = int(device.partition(":")[2])
+        return self.machine.gpus[index] if index < len(self.machine.gpus) else None
+
+    def _too_much(self, device: str, has: int) -> str:
+        need, instances = self.needed(device), self.config.rollout.instances
+        said = f"the run needs {gigabytes(need)} on {device}, which has {gigabytes(has)} free"
+        if device == _device(self.config.rollout.device):
+            fitting = (has - (need - instances * self.instance)) // self.instance
+            if fitting >= 1:
+                return f"{said}: give rollout.instances={fitting} instead of {instances}, or a lower rollout.kv_tokens"
+        return (
+            f"{said}: give a smaller model, rollout.kv_tokens={self.config.rollout.kv_tokens // 2}, or another device"
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """The same as plain values, for ``--json``."""
+        return {
+            "model": self.config.model,
+            "parameters": self.sizes.parameters,
+            "instances": self.config.rollout.instances,
+            "reward_workers": self.config.reward.workers,
+            "threads": self.threads,
+            "cores": self.machine.cores,
+            "parts": [{**asdict(part), "total": part.total} for part in self.parts],
+            "needed": {device: self.needed(device) for device in self.devices},
+            "free": {device: self._has(device) for device in self.devices},
+            "problem": self.problem,
+        }
+
+    def text(self) -> str:
+        config, rollout = self.config, self.config.rollout
+        lines = [
+            f"model      {config.model}, {self.sizes.parameters:,} parameters",
+            f"steps      {config.steps} of {config.groups} groups of {config.group_size}, staleness at most "
+            f"{config.staleness}, consume {config.strategies.consume}",
+            f"processes  control plane, 1 trainer on {config.training.device}, {rollout.instances} instances on "
+            f"{rollout.device}, 1 evaluator, {config.reward.workers} for rewards",
+            f"threads    {self.threads} per compute process, {self.machine.cores} cores",
+            "",
+        ]
+        rows = [(part.role, part.what, part.device, gigabytes(part.total)) for part in self.parts]
+        rows += [("", "needed", device, gigabytes(self.needed(device))) for device in self.devices]
+        for device in self.devices:
+            has = self._has(device)
+            rows.append(("", "free", device, "none found" if has is None else gigabytes(has)))
+        wide = [max(len(row[at]) for row in rows) for at in range(4)]
+        lines += ["  ".join([*(row[at].ljust(wide[at]) for at in range(3)), row[3].rjust(wide[3])]) for row in rows]
+        if self.problem is not None:
+            lines += ["", f"does not fit: {self.problem}"]
+        return "\n".join(lines)
+
+
+def estimate(config: Config, machine: Machine | None = None) -> Plan:
+    """The plan of a run on this machine, or on another. ``ConfigError`` if the model is not there."""
+    sizes = sizes_of(config)
+    parts = (*_rollout(config, sizes), *_trainer(config, sizes), *_rest(config, sizes))
+    return Plan(config, sizes, machine or this_machine(), parts)
+
+
+def _rollout(config: Config, sizes: Sizes) -> list[Part]:
+    rollout, device = config.rollout, _device(config.rollout.device)
+    item, count = BYTES[rollout.dtype], rollout.instances
+    weights, kv = sizes.parameters * item, rollout.kv_tokens * sizes.kv_bytes(item)
+    parts: list[Part] = []
+    for role, many in (("instance", count), ("evaluator", 1)):
+        of = f" of {many}" if many > 1 else ""
+        parts.append(Part(role, f"weights{of}", weights, device, many))
+        parts.append(Part(role, f"KV memory, {rollout.kv_tokens:,} tokens{of}", kv, device, many))
+        parts += _process(role, device, many)
+    return parts
+
+
+def _trainer(config: Config, sizes: Sizes) -> list[Part]:
+    training, device = config.training, _device(config.training.device)
+    every = sizes.parameters
+    trained = sizes.adapters(training.lora_rank, training.lora_targets) if training.lora_rank else every
+    parts = [
+        Part("trainer", "weights", 4 * (every + (trained if training.lora_rank else 0)), device),
+        Part("trainer", "gradients", 4 * trained, device),
+        Part("trainer", "optimiser", 8 * trained, device),
+        Part(
+            "trainer",
+            f"activations, about, of {training.micro_tokens:,} tokens",
+            training.micro_tokens * sizes.activation_bytes(training.activation_checkpointing),
+            device,
+        ),
+    ]
+    if training.kl_coefficient and not training.lora_rank:
+        parts.append(Part("trainer", "reference weights", 4 * every, device))
+    return [*parts, *_process("trainer", device, 1)]
+
+
+def _rest(config: Config, sizes: Sizes) -> list[Part]:
+    groups = (config.staleness + 1) * (config.groups + config.redundancy)
+    tokens = groups * (config.members * config.rollout.max_tokens * PAYLOAD_BYTES + config.longest_prompt * 4)
+    return [
+        Part("parameters", "two versions in shared memory", 4 * sizes.parameters, count=2),
+        Part("trajectories", "tokens, at most", tokens),
+        Part("rewards", "workers, about", WORKER, count=config.reward.workers),
+        Part("control", "process, about", CONTROL),
+    ]
+
+
+def _process(role: str, device: str, count: int) -> list[Part]:
+    parts = [Part(role, "process, about", PROCESS, "cpu", count)]
+    if device != "cpu":
+        parts.append(Part(role, "CUDA, about", CONTEXT, device, count))
+    return parts
+
+
+def _device(name: str) -> str:
+    return "cuda:0" if name == "cuda" else name
+
+
+def gigabytes(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,32 @@
+"""Which settings a resumed run may change, and which would make it another run."""
+
+import hashlib
+import json
+from typing import Any
+
+from staleflow.config.convert import leaves, to_tree
+from staleflow.config.schema import Config
+
+FREE = ("runs", "cache", "steps", "stop_at")
+FREE_SECTIONS = ("processes", "evaluation", "checkpoints")
+
+
+def fingerprint(config: Config) -> str:
+    """Of everything that changes what is trained."""
+    return hashlib.blake2b(json.dumps(trained(config), sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def trained(config: Config) -> dict[str, Any]:
+    """By dotted name, the settings that change what is trained. Steps do where the learning rate falls to the last."""
+    free = [name for name in FREE if name != "steps" or config.training.schedule == "constant"]
+    return {
+        name: value
+        for name, value in leaves(to_tree(config))
+        if name not in free and name.partition(".")[0] not in FREE_SECTIONS
+    }
+
+
+def differences(before: Config, after: Config) -> list[str]:
+    """Dotted names of the settings that differ and that a resumed run may not change."""
+    one, two = trained(before), trained(after)
+    return [name for name in one | two if one.get(name, ...) != two.get(name, ...)]

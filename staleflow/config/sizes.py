@@ -1,0 +1,120 @@
+"""The sizes of a model from its ``config.json``, without loading anything.
+
+sizes = sizes_of(config)        # ConfigError if there is no such model
+sizes.parameters, sizes.kv_bytes(2)
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from staleflow.config.schema import ADDER, SMOLLM, Config
+from staleflow.coordinator.strategies import ConfigError
+from staleflow.rollout.shapes import SHAPES
+from staleflow.tasks.adder import VOCABULARY, Shape
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""What the built-in engine runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    positions: int
+    """The longest sequence."""
+    tied: bool
+    family: str
+
+    @property
+    def layer_parameters(self) -> int:
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (2 * wide + 2 * narrow)
+        biases = wide + 2 * narrow if self.family == "qwen2" else 2 * self.head_dim if self.family == "qwen3" else 0
+        return attention + biases + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return self.layers * self.layer_parameters + embeddings + self.hidden
+
+    def adapters(self, rank: int, targets: tuple[str, ...]) -> int:
+        """Parameters of LoRA adapters."""
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        ends = {"q_proj": wide, "k_proj": narrow, "v_proj": narrow, "o_proj": wide}
+        other = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.intermediate)
+        return self.layers * rank * sum(self.hidden + (ends | other).get(each, self.hidden) for each in targets)
+
+    def kv_bytes(self, item: int) -> int:
+        """KV memory of one token, of numbers of so many bytes."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * item
+
+    def activation_bytes(self, recomputed: bool) -> int:
+        """About what training keeps for one token of a micro-batch: layers, and logits with their gradient."""
+        layer = 8 * self.hidden + 2 * (self.heads + self.kv_heads) * self.head_dim + 4 * self.intermediate
+        layers = self.layers * self.hidden + layer if recomputed else self.layers * layer
+        return 4 * (layers + 3 * self.vocabulary)
+
+
+def sizes_of(config: Config) -> Sizes:
+    if config.model == ADDER:
+        shape = Shape()
+        head = shape.hidden // shape.heads
+        widths = (shape.layers, shape.hidden, shape.intermediate, shape.heads, shape.heads, head)
+        return Sizes(*widths, len(VOCABULARY), shape.positions, tied=False, family="llama")
+    if config.model == SMOLLM:
+        return _read("smollm2-135m", SHAPES["smollm-135m"])
+    return _read(*_config_json(config.model))
+
+
+def _config_json(model: str) -> tuple[str, dict[str, Any]]:
+    folder = Path(model)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model={model}: no such folder: give adder, smollm2-135m, or a folder in Hugging Face format"
+        )
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"model={model}: the folder has no config.json: give one in Hugging Face format")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}): write the model again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no settings of a model: write the model again")
+    return str(path), found
+
+
+def _read(where: str, found: dict[str, Any]) -> Sizes:
+    family = found.get("model_type")
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"{where}: model_type {family!r} is not supported by the built-in engine: use one of {', '.join(FAMILIES)}"
+        )
+
+    def number(*names: str) -> int:
+        for name in names:
+            value = found.get(name)
+            if isinstance(value, int) and value > 0:
+                return value
+        raise ConfigError(f"{where}: {names[0]} is missing or no number above 0: write the model again")
+
+    heads = number("num_attention_heads")
+    return Sizes(
+        layers=number("num_hidden_layers"),
+        hidden=number("hidden_size"),
+        intermediate=number("intermediate_size"),
+        heads=heads,
+        kv_heads=number("num_key_value_heads", "num_attention_heads"),
+        head_dim=found.get("head_dim") or number("hidden_size") // heads,
+        vocabulary=number("vocab_size"),
+        positions=number("max_position_embeddings"),
+        tied=bool(found.get("tie_word_embeddings", False)),
+        family=family,
+    )

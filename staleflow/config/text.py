@@ -1,0 +1,81 @@
+"""YAML as people mean it: ``1e-4`` is a number, ``off`` and ``no`` are words, a key given twice is a mistake.
+
+PyYAML reads YAML 1.1, where it is the other way round. Only its rules for plain scalars are replaced, in both
+directions: what is written is read back equal::
+
+    parse("learning_rate: 1e-4")                # {"learning_rate": 0.0001}
+    parse(render({"migration": "off"}))         # {"migration": "off"}
+"""
+
+import re
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+SCALARS: tuple[tuple[str, str, str], ...] = (
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN\0"),
+    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "tag:yaml.org,2002:float",
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+)
+RESOLVERS: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+for _tag, _pattern, _first in SCALARS:
+    for _letter in _first:
+        RESOLVERS.setdefault("" if _letter == "\0" else _letter, []).append((_tag, re.compile(f"^(?:{_pattern})$")))
+
+MISREAD = re.compile(r"^(?:y|n|yes|no|on|off)$", re.IGNORECASE)
+OTHERS = {letter: [*RESOLVERS.get(letter, []), (SCALARS[0][0], MISREAD)] for letter in "yYnNoO"}
+"""Words that a reader of YAML 1.1 takes for true or false: written in quotes."""
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = RESOLVERS
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = RESOLVERS | OTHERS
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
+
+
+def parse(text: str) -> Any:
+    """The value that the text says. What is no YAML raises ``ValueError`` with one line that says where."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        raise ValueError(where + one_line(getattr(error, "problem", None) or error)) from None
+
+
+def render(tree: Any) -> str:
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def one_line(text: object) -> str:
+    return " ".join(str(text).split())
+
+
+def short(value: Any) -> str:
+    """As a person would write it, on one line."""
+    text = render(value) if isinstance(value, str | int | float | bool | None) else render_flow(value)
+    text = one_line(text.removesuffix("...\n"))
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def render_flow(value: Any) -> str:
+    return yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)

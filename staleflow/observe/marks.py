@@ -1,0 +1,98 @@
+"""Numbers as a person reads them, and bars and sparklines of characters. All are total: any float has a mark."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Glyphs(NamedTuple):
+    """What bars are made of. ``parts`` grow from the thinnest to a full cell."""
+
+    parts: str
+    empty: str
+    levels: str
+    ellipsis: str
+
+
+UNICODE = Glyphs("▏▎▍▌▋▊▉█", "·", "▁▂▃▄▅▆▇█", "…")
+ASCII = Glyphs("#", ".", "_.-=*#", "~")
+
+
+def number(value: float) -> str:
+    """At most 5 characters below 10**15: 7, 950, 1.24k, 15.3M."""
+    if not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if abs(value) < 999.5:
+        return f"{value:.0f}"
+    units = iter("kMGT")
+    unit = next(units)
+    value /= 1000
+    while abs(value) >= 999.5 and unit != "T":
+        unit = next(units)
+        value /= 1000
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f}{unit}"
+
+
+def percent(share: float | None, digits: int | None = None) -> str:
+    """With one digit behind the point below 10 %, unless ``digits`` says; a dash where there is nothing to say."""
+    if share is None or not math.isfinite(share):
+        return "-"
+    value = 100 * share
+    if digits is None:
+        digits = 1 if 0 < abs(value) < 9.95 else 0
+    return f"{value:.{digits}f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """0:07, 3:12, 1:02:07, 3d 04:00."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    minutes, second = divmod(round(max(0.0, seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def decimal(value: float | None, digits: int = 3) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.2e}" if math.isfinite(value) else number(value)
+
+
+def bar(share: float, width: int, glyphs: Glyphs = UNICODE) -> tuple[str, str]:
+    """The full and the empty part of a bar, ``width`` cells together. What is above 0 shows, however little it is."""
+    share = min(1.0, max(0.0, share)) if math.isfinite(share) else 0.0
+    fine = len(glyphs.parts)
+    eighths = round(share * width * fine)
+    if share > 0 and width > 0:
+        eighths = max(1, eighths)
+    whole, part = divmod(eighths, fine)
+    full = glyphs.parts[-1] * whole + (glyphs.parts[part - 1] if part else "")
+    return full, glyphs.empty * (width - len(full))
+
+
+def spark(
+    values: Sequence[float],
+    width: int,
+    low: float | None = None,
+    high: float | None = None,
+    glyphs: Glyphs = UNICODE,
+) -> str:
+    """One character per value, of the last ``width``; a gap for what is no number. The scale is theirs unless given."""
+    values = values[-width:] if width > 0 else ()
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return " " * len(values)
+    low = min(finite) if low is None else low
+    high = max(finite) if high is None else high
+    top = len(glyphs.levels) - 1
+    half_range = high / 2 - low / 2  # halves, so that no difference of floats is infinite
+
+    def level(value: float) -> str:
+        place = (min(high, max(low, value)) / 2 - low / 2) / half_range if half_range > 0 else 0.0
+        return glyphs.levels[round(place * top)]
+
+    return "".join(level(value) if math.isfinite(value) else " " for value in values)

@@ -1,0 +1,92 @@
+"""``metrics.jsonl``: one JSON object per training step, readable while the run goes on.
+
+Every line is written at once and ends with a newline, so a reader sees whole lines only. A process that dies while it
+writes can leave a torn last line; opening the file again cuts it off. JSON has no NaN and no infinity: they become
+null. A run that goes on after a crash may repeat steps that were written but not committed; ``read_metrics`` keeps the
+last line of each step::
+
+    with MetricsLog(run / "metrics.jsonl") as log:
+        log.write({"step": 1, "reward": 0.31, "loss": float("nan")})
+    rows = read_metrics(run / "metrics.jsonl")      # [{"step": 1, "reward": 0.31, "loss": None}]
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+BLOCK = 1 << 16
+
+
+class MetricsLog:
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = os.fdopen(descriptor, "r+b", buffering=0)
+        self.repaired = _cut_torn_line(descriptor)
+        """Bytes of a torn last line that were cut off."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends one line. It is in the file when this returns, and on the disk when the system gets to it."""
+        line = memoryview(json.dumps(_plain(row), separators=(",", ":"), allow_nan=False).encode() + b"\n")
+        while line:
+            line = line[self._file.write(line) :]
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """All whole lines, in the order of the file; of lines with the same ``step`` the last one. No file, no rows."""
+    try:
+        text = Path(path).read_bytes()
+    except FileNotFoundError:
+        return []
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: no valid JSON ({error}): delete the line") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}: a {type(row).__name__}, no object: delete the line")
+        rows.append(row)
+    last = {row["step"]: at for at, row in enumerate(rows) if "step" in row}
+    return [row for at, row in enumerate(rows) if "step" not in row or last[row["step"]] == at]
+
+
+def _cut_torn_line(descriptor: int) -> int:
+    size = os.fstat(descriptor).st_size
+    end = size
+    while end > 0:
+        begin = max(0, end - BLOCK)
+        newline = os.pread(descriptor, end - begin, begin).rfind(b"\n")
+        if newline >= 0:
+            end = begin + newline + 1
+            break
+        end = begin
+    if end < size:
+        os.ftruncate(descriptor, end)
+    return size - end
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can hold it. Numbers of NumPy and PyTorch become Python's; anything else is refused by ``json``."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if hasattr(value, "item") and not isinstance(value, float | int):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,241 @@
+"""A rollout instance: an engine, and what it has been told and has not told yet.
+
+``RolloutWorker`` knows nothing of sockets, clocks or processes; ``serve`` lets it work between two looks at its link::
+
+    worker = RolloutWorker(engine, weights, sampling, seed=0)
+    worker.obey(Submit((1, 0, 1), [job]))
+    worker.step()
+    news = worker.news(everything=False)      # None if there is nothing to tell
+
+What is told is kept short: finished trajectories a moment later, together with the next ones; tokens of the others every
+two seconds. Before the weights change, those that have begun and were never told of are: the control plane must not
+take a group for untouched that has tokens of an older version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from staleflow.rollout.engine import Engine, Failed, Request, Result, Sampling, WeightSource
+from staleflow.runtime.local.link import Gone, Link
+from staleflow.runtime.local.messages import Abort, Interrupt, Job, Load, News, Ordered, Pull, Stop, Submit, Told
+from staleflow.servers.lifecycle import Spans
+from staleflow.servers.payloads import LOGPROB, TOKEN
+from staleflow.tasks.task import digest
+
+TOGETHER_S = 0.03
+"""Trajectories that finish within this time are told of together."""
+STREAM_S = 2.0
+"""How often the tokens of unfinished trajectories are told."""
+IDLE_S = 5.0
+"""An instance without work says that it is alive this often."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A trajectory in the engine."""
+
+    epoch: int
+    told: int
+    """Tokens that the control plane knows."""
+    tokens: list[int]
+    """Those it does not know."""
+    logprobs: list[float]
+    spans: list[tuple[int, int]]
+
+    def grow(self, tokens: list[int], logprobs: list[float], version: int) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1] = (version, self.spans[-1][1] + len(tokens))
+        else:
+            self.spans.append((version, len(tokens)))
+
+    def tell(self, name: str) -> Told:
+        """Everything that has not been told."""
+        told = _told(name, self.epoch, tuple(self.spans), self.told, self.tokens, self.logprobs)
+        self.told += len(self.tokens)
+        self.tokens, self.logprobs = [], []
+        return told
+
+
+@dataclass(slots=True)
+class _Untold:
+    finished: list[Told] = field(default_factory=list[Told])
+    returned: list[Told] = field(default_factory=list[Told])
+    failed: list[tuple[str, int, str]] = field(default_factory=list[tuple[str, int, str]])
+    progress: list[Told] = field(default_factory=list[Told])
+    pulled: int | None = None
+
+    @property
+    def any(self) -> bool:
+        return bool(self.finished or self.returned or self.failed or self.progress) or self.pulled is not None
+
+
+class RolloutWorker:
+    def __init__(self, engine: Engine, weights: WeightSource, sampling: Sampling, seed: int) -> None:
+        self.engine = engine
+        self.weights = weights
+        self._sampling = sampling
+        self._seed = seed
+        self._held: dict[str, _Held] = {}
+        self._untold = _Untold()
+        self._applied = (0, 0, 0)
+        self._generated = 0
+        self._busy_s = 0.0
+
+    @property
+    def urgent(self) -> bool:
+        """Whether there is something that somebody waits for."""
+        return self._untold.any
+
+    def obey(self, command: Ordered) -> None:
+        """Commands of an earlier life of the control plane come too late."""
+        if command.fence[0] < self._applied[0]:
+            return
+        self._applied = command.fence
+        match command:
+            case Submit(jobs=jobs):
+                self._submit(jobs)
+            case Interrupt(names=names):
+                self.engine.interrupt([name for name, epoch in names if self._holds(name, epoch)])
+            case Abort(names=names):
+                self._abort([name for name, epoch in names if self._holds(name, epoch)])
+            case Pull(version=version):
+                self._pull(version)
+
+    def step(self) -> None:
+        """One step of the engine."""
+        began = time.perf_counter()
+        output = self.engine.step()
+        held = self._held
+        for name, _, tokens, logprobs in output.progress:
+            held[name].grow(tokens, logprobs, output.version)
+            self._generated += len(tokens)
+        for result in output.finished:
+            self._untold.finished.append(self._leave(result))
+        for result in output.returned:
+            self._untold.returned.append(self._leave(result))
+        for failed in output.failed:
+            self._fail(failed)
+        self._busy_s += time.perf_counter() - began
+
+    def news(self, everything: bool) -> News | None:
+        """What to tell: what somebody waits for, and if ``everything``, the tokens of those that go on."""
+        if everything:
+            self._untold.progress += self._progress()
+        elif not self._untold.any:
+            return None
+        untold, self._untold = self._untold, _Untold()
+        return News(
+            self._load(), untold.finished, untold.returned, untold.progress, untold.failed, untold.pulled
+        )
+
+    def _submit(self, jobs: list[Job]) -> None:
+        self._abort([job.trajectory for job in jobs if job.trajectory in self._held])
+        requests: list[Request] = []
+        for job in jobs:
+            tokens, logprobs = np.frombuffer(job.tokens, TOKEN).tolist(), np.frombuffer(job.logprobs, LOGPROB).tolist()
+            self._held[job.trajectory] = _Held(job.epoch, len(tokens), [], [], list(job.spans))
+            requests.append(
+                Request(
+                    job.trajectory,
+                    job.epoch,
+                    np.frombuffer(job.prompt, TOKEN).tolist(),
+                    tokens,
+                    logprobs,
+                    job.spans,
+                    job.group,
+                    replace(self._sampling, seed=draw_seed(self._seed, job.trajectory)),
+                )
+            )
+        self.engine.submit(requests)
+
+    def _holds(self, name: str, epoch: int) -> bool:
+        return name in self._held and self._held[name].epoch == epoch
+
+    def _abort(self, names: list[str]) -> None:
+        self.engine.abort(names)
+        for name in names:
+            del self._held[name]
+
+    def _pull(self, version: int) -> None:
+        """Which trajectories have tokens of the old version is told together with the news of the new one."""
+        self._untold.progress += [held.tell(name) for name, held in self._held.items() if held.tokens and not held.told]
+        self._untold.pulled = self.engine.pull(self.weights, version)
+
+    def _progress(self) -> list[Told]:
+        return [held.tell(name) for name, held in self._held.items() if held.tokens]
+
+    def _leave(self, result: Result) -> Told:
+        held = self._held.pop(result.name)
+        return _told(
+            result.name, held.epoch, result.spans, held.told, result.tokens[held.told :], result.logprobs[held.told :]
+        )
+
+    def _fail(self, failed: Failed) -> None:
+        if self._held.pop(failed.name, None) is not None:
+            self._untold.failed.append((failed.name, failed.epoch, failed.message))
+
+    def _load(self) -> Load:
+        now = self.engine.snapshot()
+        return Load(
+            self._applied,
+            now.version,
+            now.running,
+            now.waiting,
+            now.context,
+            now.kv_free,
+            now.kv_total,
+            now.max_running,
+            now.step,
+            self._generated,
+            self._busy_s,
+        )
+
+
+def serve(worker: RolloutWorker, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
+    """Work until told to stop, or until the control plane is gone."""
+    told_at = streamed_at = clock()
+    if (news := worker.news(everything=True)) is not None:
+        link.send(news)  # how much room there is
+    while True:
+        now = clock()
+        streaming = now - streamed_at >= (STREAM_S if worker.engine.busy else IDLE_S)
+        if streaming or (worker.urgent and now - told_at >= TOGETHER_S):
+            if (news := worker.news(streaming)) is not None:
+                link.send(news)
+            told_at = now
+            streamed_at = now if streaming else streamed_at
+        if worker.engine.busy:
+            wait = 0.0
+        elif worker.urgent:
+            wait = TOGETHER_S
+        else:
+            wait = IDLE_S
+        try:
+            for message in link.receive(wait):
+                if isinstance(message, Stop):
+                    return
+                worker.obey(message)
+        except Gone:
+            return
+        if worker.engine.busy:
+            worker.step()
+
+
+def draw_seed(seed: int, trajectory: str) -> int:
+    """Which random numbers a trajectory draws: the same wherever it runs and however often it is moved."""
+    return digest("draw", seed, trajectory) >> 1
+
+
+def _told(
+    name: str, epoch: int, spans: Spans, start: int, tokens: list[int], logprobs: list[float]
+) -> Told:
+    ids: Any = np.array(tokens, TOKEN)
+    return Told(name, epoch, spans, start, ids.tobytes(), np.array(logprobs, LOGPROB).tobytes())

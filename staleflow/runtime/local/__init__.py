@@ -1,0 +1,1 @@
+"""One machine: every role in a process of its own, under one supervisor."""

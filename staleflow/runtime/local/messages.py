@@ -1,0 +1,236 @@
+"""What the control plane and the processes of a run say to each other.
+
+Typed MessagePack behind its length: nothing that could run code, and nothing that only Python could read. Arrays are
+little-endian bytes (``servers/payloads.py``). Weights do not come this way: they go through the parameter server.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Literal
+
+import msgspec
+
+from staleflow.servers.lifecycle import Spans
+
+Role = Literal["instance", "trainer", "evaluator"]
+HEAD = 4
+MOST_BYTES = 2**31
+"""A longer frame is refused before memory is taken for it."""
+
+
+class Setup(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The first message: what the process is to be."""
+
+    role: Role
+    name: str
+    run: str
+    """The run's directory."""
+    model: str
+    """A folder in Hugging Face format."""
+    store: str
+    """The parameter server's name, in the run's registry."""
+    cores: list[int]
+    threads: int
+    nice: int
+    checkpoint: str = ""
+    """What the trainer goes on from; empty: the model."""
+    standby: bool = False
+    """A trainer of this life of the run died: go on from what it published, if it had published anything."""
+
+
+class Ordered(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A command to an instance, with its fence: term, life, number."""
+
+    fence: tuple[int, int, int]
+
+
+class Job(msgspec.Struct, array_like=True, frozen=True):
+    """One trajectory for an instance, with what was generated so far."""
+
+    trajectory: str
+    epoch: int
+    group: str
+    prompt: bytes
+    tokens: bytes
+    logprobs: bytes
+    spans: Spans
+
+
+class Submit(Ordered, frozen=True):
+    jobs: list[Job]
+
+
+class Interrupt(Ordered, frozen=True):
+    names: list[tuple[str, int]]
+
+
+class Abort(Ordered, frozen=True):
+    names: list[tuple[str, int]]
+
+
+class Pull(Ordered, frozen=True):
+    version: int
+
+
+class Stop(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """End in good order."""
+
+
+class Told(msgspec.Struct, array_like=True, frozen=True):
+    """What an instance says of one trajectory: its tokens from ``start`` on."""
+
+    trajectory: str
+    epoch: int
+    spans: Spans
+    start: int
+    tokens: bytes
+    logprobs: bytes
+
+
+class Load(msgspec.Struct, array_like=True, frozen=True):
+    """An instance after the command ``applied``."""
+
+    applied: tuple[int, int, int]
+    version: int
+    running: int
+    waiting: int
+    context: int
+    kv_free: int
+    kv_total: int
+    max_running: int
+    step: tuple[int, int, float] | None
+    generated: int
+    """Tokens since it started."""
+    busy_s: float
+    """Seconds in which it decoded, since it started."""
+
+
+class News(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A report and a snapshot."""
+
+    load: Load
+    finished: list[Told] = []
+    returned: list[Told] = []
+    progress: list[Told] = []
+    failed: list[tuple[str, int, str]] = []
+    """(trajectory, epoch, why): the engine cannot serve it."""
+    pulled: int | None = None
+
+
+class TrainRow(msgspec.Struct, array_like=True, frozen=True):
+    """One trajectory for the trainer. Members of a group have the same prompt, which is sent with the group."""
+
+    name: str
+    tokens: bytes
+    logprobs: bytes
+    spans: Spans
+    reward: float
+
+
+class TrainGroup(msgspec.Struct, array_like=True, frozen=True):
+    prompt: bytes
+    rows: list[TrainRow]
+
+
+class Feed(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    step: int
+    groups: list[TrainGroup]
+
+
+class Finish(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    step: int
+
+
+class Reset(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Forget what was fed since the last update."""
+
+
+class Save(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Write a checkpoint of the present version into this folder, and this beside it."""
+
+    folder: str
+    also: dict[str, bytes]
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The process has loaded everything and holds this version."""
+
+    version: int
+
+
+class Pushed(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    version: int
+
+
+class Trained(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What a step was like: sent after its version can be pulled, so that nobody waits for it."""
+
+    step: int
+    facts: dict[str, float]
+    token_staleness: dict[int, int]
+    trajectory_staleness: dict[int, int]
+    busy_s: float
+    """Seconds of work on this step."""
+    idle_s: float
+    """Seconds of waiting for its groups."""
+
+
+class Saved(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    folder: str
+    version: int
+
+
+class Evaluate(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Score the newest version on the held-out problems."""
+
+
+class Evaluated(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    version: int
+    accuracy: float
+    seconds: float
+
+
+class Broken(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The process cannot go on, and starting it again would not help."""
+
+    why: str
+
+
+ToProcess = Setup | Submit | Interrupt | Abort | Pull | Feed | Finish | Reset | Save | Evaluate | Stop
+FromProcess = Ready | News | Pushed | Trained | Saved | Evaluated | Broken
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def pack(message: msgspec.Struct) -> bytes:
+    body = _encode(message)
+    if len(body) >= MOST_BYTES:
+        raise ValueError(f"a {type(message).__name__} message of {len(body):,} bytes is over the limit: make steps smaller")
+    return struct.pack("<I", len(body)) + body
+
+
+class Unpacker:
+    """Messages out of a stream of bytes that comes in pieces of any size.
+
+    for message in unpacker.feed(data): ...
+    """
+
+    def __init__(self, kinds: object) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kinds)
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        self._held += data
+        messages: list[Any] = []
+        at = 0
+        while len(self._held) - at >= HEAD:
+            (size,) = struct.unpack_from("<I", self._held, at)
+            if size >= MOST_BYTES:
+                raise ValueError(f"a message of {size:,} bytes was announced: the stream is damaged")
+            if len(self._held) - at - HEAD < size:
+                break
+            messages.append(self._decoder.decode(memoryview(self._held)[at + HEAD : at + HEAD + size]))
+            at += HEAD + size
+        del self._held[:at]
+        return messages

@@ -1,0 +1,115 @@
+"""What a run has done so far: counted from what its parts report, saved with every checkpoint, summed up at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from staleflow.types import LedgerCounts
+
+GOAL = 0.9
+"""The accuracy whose time is reported as ``seconds_to_90``."""
+
+
+@dataclass
+class Record:
+    bound: int
+    version: int = 0
+    """Steps that are committed."""
+    seconds: float = 0.0
+    """Of training: setting up, the first and the last evaluation and checkpoints after the end do not count."""
+    tokens_trained: int = 0
+    trajectories_trained: int = 0
+    tokens_wasted: int = 0
+    token_staleness: dict[int, int] = field(default_factory=dict[int, int])
+    trajectory_staleness: dict[int, int] = field(default_factory=dict[int, int])
+    trainer_busy_s: float = 0.0
+    trainer_idle_s: float = 0.0
+    control_s: float = 0.0
+    """CPU seconds of the control plane."""
+    instance_busy_s: float = 0.0
+    instance_s: float = 0.0
+    violations: int = 0
+    accuracy: list[tuple[int, float, float]] = field(default_factory=list[tuple[int, float, float]])
+    """(version, seconds when it was made, held-out accuracy)"""
+    made_at: dict[int, float] = field(default_factory=lambda: {0: 0.0})
+    """By version: seconds."""
+    rewards: list[float] = field(default_factory=list[float])
+    """Mean reward of each step."""
+    lives: int = 1
+
+    def committed(self, version: int, seconds: float) -> None:
+        self.version, self.seconds = version, seconds
+        self.made_at[version] = seconds
+
+    def trained(
+        self,
+        facts: dict[str, float],
+        tokens: dict[int, int],
+        trajectories: dict[int, int],
+        busy_s: float,
+        idle_s: float,
+    ) -> None:
+        self.rewards.append(facts["reward"])
+        self.tokens_trained += sum(tokens.values())
+        self.trajectories_trained += sum(trajectories.values())
+        self.token_staleness = dict(Counter(self.token_staleness) + Counter(tokens))
+        self.trajectory_staleness = dict(Counter(self.trajectory_staleness) + Counter(trajectories))
+        self.violations += sum(count for age, count in trajectories.items() if age > self.bound)
+        self.trainer_busy_s += busy_s
+        self.trainer_idle_s += idle_s
+
+    def evaluated(self, version: int, accuracy: float) -> None:
+        self.accuracy = sorted({*self.accuracy, (version, self.made_at.get(version, self.seconds), accuracy)})
+
+    @property
+    def seconds_to_goal(self) -> float | None:
+        return next((seconds for _, seconds, accuracy in self.accuracy if accuracy >= GOAL), None)
+
+    def summary(self, counts: LedgerCounts) -> dict[str, Any]:
+        """The names are a promise: other programs read them."""
+        wall = self.seconds
+        ages = self.token_staleness
+        return {
+            "accuracy_initial": self.accuracy[0][2] if self.accuracy else None,
+            "accuracy_final": self.accuracy[-1][2] if self.accuracy else None,
+            "steps": self.version,
+            "wall_s": wall,
+            "seconds_to_90": self.seconds_to_goal,
+            "tokens_trained": self.tokens_trained,
+            "tokens_wasted": self.tokens_wasted,
+            "trained_tokens_per_s": self.tokens_trained / wall if wall else 0.0,
+            "bound": self.bound,
+            "max_staleness": max(ages, default=0),
+            "staleness_histogram": {str(age): ages[age] for age in sorted(ages)},
+            "violations": self.violations,
+            "groups_admitted": counts["admitted"],
+            "groups_committed": counts["committed"],
+            "groups_released": dict(counts["released"]),
+            "trainer_idle": self.trainer_idle_s / wall if wall else 0.0,
+            "control_overhead": self.control_s / wall if wall else 0.0,
+            "trajectory_staleness_histogram": {
+                str(age): self.trajectory_staleness[age] for age in sorted(self.trajectory_staleness)
+            },
+            "mean_staleness": sum(age * count for age, count in ages.items()) / max(1, self.tokens_trained),
+            "trajectories_trained": self.trajectories_trained,
+            "instance_idle": 1 - self.instance_busy_s / self.instance_s if self.instance_s else 0.0,
+            "trainer_busy_s": self.trainer_busy_s,
+            "instance_busy_s": self.instance_busy_s,
+            "accuracy": [
+                {"step": version, "seconds": seconds, "accuracy": accuracy}
+                for version, seconds, accuracy in self.accuracy
+            ],
+            "rewards": self.rewards,
+            "lives": self.lives,
+        }
+
+    def to_bytes(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> Record:
+        return msgspec.json.decode(body, type=cls)

@@ -1,0 +1,59 @@
+"""A running ``LocalRun`` as the value that the terminal view shows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from staleflow.observe.status import InstanceStatus, Status
+
+if TYPE_CHECKING:
+    from staleflow.runtime.local.run import LocalRun
+
+RECENT = 60
+
+
+def status_of(run: LocalRun) -> Status:
+    record, ledger, seconds = run.record, run.server.ledger, run.seconds
+    counts = ledger.counts()
+    ages = record.token_staleness
+    trained = max(1, sum(ages.values()))
+    return Status(
+        step=ledger.version,
+        steps=run.config.steps,
+        seconds=seconds,
+        bound=run.config.staleness,
+        reward=record.rewards[-1] if record.rewards else None,
+        accuracy=[(version, accuracy) for version, _, accuracy in record.accuracy],
+        rewards=record.rewards[-RECENT:],
+        max_staleness=max(ages, default=0),
+        mean_staleness=sum(age * count for age, count in ages.items()) / trained,
+        staleness_histogram=dict(ages),
+        tokens_trained=record.tokens_trained,
+        tokens_wasted=record.tokens_wasted,
+        trained_tokens_per_s=record.tokens_trained / seconds if seconds else 0.0,
+        trainer_idle=record.trainer_idle_s / seconds if seconds else 0.0,
+        trainer_doing=f"updating to version {ledger.frontier}" if ledger.frontier > ledger.version else "accumulating",
+        control_overhead=run.control_share,
+        groups_ready=counts["complete"],
+        groups_in_flight=counts["live"] - counts["complete"] - counts["leased"],
+        instances=tuple(_instance(run, name) for name in run.instances),
+        waiting_for=run.control.waits_for(),
+        loss=run.latest.get("loss"),
+        notes=run.notes,
+    )
+
+
+def _instance(run: LocalRun, name: str) -> InstanceStatus:
+    load = run.instances[name].load
+    member = run.control.members.get(name)
+    return InstanceStatus(
+        name=name,
+        version=load.version,
+        running=load.running,
+        waiting=load.waiting,
+        kv_used=load.kv_total - load.kv_free,
+        kv_total=load.kv_total,
+        alive=member is not None and member.alive,
+        pulling=member is not None and member.pulling is not None,
+        tokens_per_s=load.generated / run.seconds if run.seconds else 0.0,
+    )

@@ -1,0 +1,105 @@
+"""A line chart as SVG, without a plotting library: a few lines with error bars, limits, axes and a legend.
+
+chart([Line("ours", [(1, 9_500, 120), (2, 12_000, 90)])], title="tokens/s", x_name="bound")
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+WIDTH, HEIGHT = 1200, 460
+LEFT, RIGHT, TOP, BOTTOM = 96, 260, 52, 56
+COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8B6C42",
+    "#6A3D9A", "#B2182B", "#4D9221", "#7F7F7F", "#C51B7D", "#01665E", "#BF812D",
+)  # fmt: skip
+STEPS = [factor * 10**power for power in range(-6, 12) for factor in (1, 2, 5)]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    name: str
+    points: Sequence[tuple[float, float, float]]
+    """x, y, and half the error bar."""
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Axes:
+    low: float
+    high: float
+    top: float
+
+    def x(self, value: float) -> float:
+        width = WIDTH - LEFT - RIGHT
+        return LEFT + width * ((value - self.low) / (self.high - self.low) if self.high > self.low else 0.5)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / self.top
+
+
+def chart(lines: Sequence[Line], title: str, x_name: str, limits: Sequence[tuple[str, float]] = ()) -> str:
+    """The chart's elements, for ``document`` or ``stacked``. The y axis starts at 0."""
+    points = [point for line in lines for point in line.points]
+    tops = [y + error for _, y, error in points] + [value for _, value in limits]
+    axes = _Axes(min(x for x, _, _ in points), max(x for x, _, _ in points), 1.08 * max(tops) or 1.0)
+    parts = [_text(LEFT, 28, title, more=' font-size="15" font-weight="600"')]
+    parts += _grid(axes, sorted({x for x, _, _ in points}), x_name)
+    for name, value in limits:
+        y = axes.y(value)
+        parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#555555" stroke-dasharray="6 4"/>')
+        parts.append(_text(WIDTH - RIGHT - 6, y - 5, f"{name} {value:,.0f}", "end"))
+    for index, line in enumerate(lines):
+        parts += _line(axes, line, COLOURS[index % len(COLOURS)], TOP + 14 + 20 * index)
+    return "\n".join(parts)
+
+
+def document(body: str, height: float, title: str) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
+        f'height="{height:g}" role="img" font-family="system-ui, Helvetica, Arial, sans-serif" font-size="11" '
+        f'fill="#222222">\n<title>{escape(title)}</title>\n<rect width="100%" height="100%" fill="#FFFFFF"/>\n'
+        f"{body}\n</svg>\n"
+    )
+
+
+def stacked(parts: Sequence[tuple[str, float]]) -> str:
+    """Pictures below each other, each with its height."""
+    shown: list[str] = []
+    offset = 0.0
+    for body, height in parts:
+        shown.append(f'<g transform="translate(0 {offset:g})">\n{body}\n</g>')
+        offset += height
+    return "\n".join(shown)
+
+
+def _grid(axes: _Axes, at: Sequence[float], x_name: str) -> Iterator[str]:
+    step = STEPS[bisect_right(STEPS, axes.top / 7)]
+    for index in range(int(axes.top / step) + 1):
+        y = axes.y(index * step)
+        yield f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#E5E5E5"/>'
+        yield _text(LEFT - 8, y + 4, f"{index * step:,g}", "end")
+    for value in at:
+        yield _text(axes.x(value), HEIGHT - BOTTOM + 18, f"{value:,g}", "middle")
+    yield _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM + 38, x_name, "middle")
+
+
+def _line(axes: _Axes, line: Line, colour: str, legend_y: float) -> Iterator[str]:
+    dash = ' stroke-dasharray="7 4"' if line.dashed else ""
+    path = "L".join(f"{axes.x(x):.1f} {axes.y(y):.1f}" for x, y, _ in line.points)
+    yield f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
+    for x, y, error in line.points:
+        yield f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3" fill="{colour}"/>'
+        if error:
+            low, high = axes.y(max(0.0, y - error)), axes.y(y + error)
+            yield f'<path d="M{axes.x(x):.1f} {low:.1f}V{high:.1f}" stroke="{colour}"/>'
+    x = WIDTH - RIGHT + 18
+    yield f'<path d="M{x} {legend_y - 4:.1f}h22" stroke="{colour}" stroke-width="2"{dash}/>'
+    yield _text(x + 28, legend_y, line.name)
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(text)}</text>'

@@ -1,0 +1,232 @@
+"""Several policies on one workload, paired: the same prompts and lengths for all of them under each seed.
+
+A row is one policy under one bound, over all seeds. Nothing in it is taken from what a policy says of itself, and the
+same part of every run is trimmed: its first quarter, and no fewer steps than the bound and one. Use::
+
+    comparison = Comparison(preset("paper-14b"), chosen("all"), bounds=[1, 2], seeds=range(1, 6), tune=True)
+    comparison.rows()
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Any
+
+from staleflow.simulate.cluster import Cluster
+from staleflow.simulate.faults import arm
+from staleflow.simulate.limits import Law, Work, balance, ceiling, in_turn, limit, splits, work_of
+from staleflow.simulate.peers import STALEFLOW, Policy
+from staleflow.simulate.presets import Setting
+from staleflow.simulate.result import row, throughput
+
+Row = dict[str, Any]
+
+TUNING_SEED = 90_001
+"""Splits are tuned on a workload that nothing is measured on."""
+SHARES = (0.7, 1.0, 1.4, 1.8)
+"""Splits that are tried first: instances, as multiples of those that would keep up with the trainer if nothing waited.
+Two more follow, halfway to the neighbours of the best."""
+
+# Two-sided 95 % points of Student's distribution for 1, 2, ... degrees of freedom; the last for all above.
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Of the 95 % confidence interval of the mean; None where there is only one value."""
+    if len(values) < 2:
+        return None
+    return STUDENT[min(len(values) - 1, len(STUDENT)) - 1] * stdev(values) / sqrt(len(values))
+
+
+@dataclass(slots=True)
+class Comparison:
+    setting: Setting
+    policies: Sequence[Policy]
+    bounds: Sequence[int]
+    seeds: Sequence[int]
+    tune: bool = False
+    faults: int = 0
+    on_run: Callable[[str], None] = lambda _: None
+    """Told what is about to be simulated."""
+    runs: MutableMapping[str, Row] = field(default_factory=dict[str, Row])
+    """What has been simulated already, by ``key``: nothing in it is simulated again."""
+    _work: Work | None = None
+
+    @property
+    def work(self) -> Work:
+        if self._work is None:
+            self._work = work_of(self.setting)
+        return self._work
+
+    @property
+    def limit(self) -> float:
+        """The no-bubble limit."""
+        return limit(self.setting, self.work)
+
+    @property
+    def trim(self) -> int:
+        """Steps that do not count, in every run."""
+        return max(self.setting.steps // 4, *(bound + 1 for bound in self.bounds))
+
+    def rows(self) -> list[Row]:
+        rows: list[Row] = []
+        for bound in self.bounds:
+            rows += self._rows_of(bound)
+        return rows
+
+    def _rows_of(self, bound: int) -> list[Row]:
+        measured = {policy.name: self._measure(policy, bound) for policy in self.policies}
+        speeds = {name: [run["trained_tokens_per_s"] for run in runs] for name, runs in measured.items()}
+        kept = {
+            policy.name: fmean(speeds[policy.name])
+            for policy in self.policies
+            if policy.base != STALEFLOW.name
+            and policy.name == policy.base  # as it ships
+            and not any(run["violations"] for run in measured[policy.name])
+        }
+        best = max(kept, key=lambda name: kept[name]) if kept else None
+        return [
+            self._row(policy, bound, measured[policy.name], speeds.get("synchronous"), best and speeds[best])
+            for policy in self.policies
+        ]
+
+    def _row(
+        self,
+        policy: Policy,
+        bound: int,
+        runs: Sequence[Row],
+        synchronous: Sequence[float] | None,
+        best: Sequence[float] | None,
+    ) -> Row:
+        speeds = [run["trained_tokens_per_s"] for run in runs]
+        law = self.law(policy, bound)
+        tokens = sum(run["trained_tokens"] for run in runs)
+        wasted = _total([run["wasted"] for run in runs])
+        histogram = _total([run["staleness_histogram"] for run in runs])
+        return {
+            "policy": policy.name,
+            "staleness": bound,
+            "seeds": len(runs),
+            "rollout_gpus": runs[0]["rollout_gpus"],
+            "training_gpus": runs[0]["training_gpus"],
+            "trained_tokens_per_s": fmean(speeds),
+            "ci95": half_width(speeds),
+            "vs_synchronous": ratio(speeds, synchronous),
+            "vs_best_bounded": ratio(speeds, best),
+            "percent_of_limit": 100 * fmean(speeds) / self.limit,
+            "percent_of_law": 100 * fmean(speeds) / law.tokens_per_s,
+            "violations": sum(run["violations"] for run in runs),
+            "max_staleness": max(run["max_staleness"] for run in runs),
+            "mean_staleness": sum(int(age) * count for age, count in histogram.items()) / histogram.total(),
+            "wasted_fraction": wasted.total() / (tokens + wasted.total()),
+            "trainer_idle": _mean([run["trainer_idle"] for run in runs]),
+            "instance_idle": _mean([run["instance_idle"] for run in runs]),
+            "length_shift": fmean(run["length_shift"] for run in runs),
+            "lost_groups": sum(run["lost_groups"] for run in runs),
+            "repeated_groups": sum(run["repeated_groups"] for run in runs),
+            "wall_s_per_step": fmean(run["wall_s_per_step"] for run in runs),
+            "keeps_bound": policy.promises_bound,
+            "law_binds": law.binds,
+            "law_tokens_per_s": law.tokens_per_s,
+            "vs_best_bounded_ci95": ratio_half_width(speeds, best),
+            "staleness_histogram": {age: count / histogram.total() for age, count in sorted(histogram.items())},
+            "wasted": dict(sorted(wasted.items())),
+            "hashes": [run["hash"] for run in runs],
+        }
+
+    def law(self, policy: Policy, bound: int) -> Law:
+        """The ceiling for what this policy does: its consumption, its bound, the best split for that."""
+        setting = policy.fit(replace(self.setting, staleness=bound))
+        if policy.colocated:
+            return in_turn(setting, self.work)
+        if policy.most_staleness is not None:
+            setting = replace(setting, staleness=min(bound, policy.most_staleness))
+        return ceiling(setting, setting.strategies.consume == "stream", self.work)
+
+    # Runs
+
+    def _measure(self, policy: Policy, bound: int) -> list[Row]:
+        split = self.split(policy, bound)
+        return [self._run(policy, bound, split, seed) for seed in self.seeds]
+
+    def split(self, policy: Policy, bound: int) -> Setting:
+        """The setting as given, or with the split that serves the policy best; six are tried for every policy."""
+        if not self.tune or policy.colocated:
+            return self.setting
+        ways = {split.instances: split for split in splits(self.setting)}
+        fair = balance(self.setting, self.work).instances
+
+        def nearest(instances: float) -> int:
+            return min(ways, key=lambda each: abs(each - instances))
+
+        def speed(instances: int) -> float:
+            return self._run(policy, bound, ways[instances], TUNING_SEED)["trained_tokens_per_s"]
+
+        tried = sorted({nearest(share * fair) for share in SHARES})
+        best = tried.index(max(tried, key=speed))
+        beside = [tried[at] for at in (best - 1, best + 1) if 0 <= at < len(tried)]
+        tried += [nearest((tried[best] + other) / 2) for other in beside]
+        if len(beside) < 2:  # the best is the least or the most that was tried: go on outside
+            tried.append(nearest(tried[best] * (0.8 if best == 0 else 1.2)))
+        return ways[max(tried, key=speed)]
+
+    def _run(self, policy: Policy, bound: int, setting: Setting, seed: int) -> Row:
+        used = bound if policy.most_staleness is None else min(bound, policy.most_staleness)
+        setting = policy.fit(replace(setting, staleness=used))
+        name = key(policy, setting, seed, self.trim, self.faults)
+        if name not in self.runs:
+            self.on_run(f"{policy.name}, bound {bound}, {setting.instances} instances, seed {seed}")
+            self.runs[name] = simulated(policy, setting, seed, self.trim, self.faults)
+        run = self.runs[name]
+        # Of the bound that was asked for: a policy that uses less of it was run with less.
+        beyond = sum(count for age, count in run["group_staleness"].items() if int(age) > bound)
+        return run | {"violations": beyond}
+
+
+def key(policy: Policy, setting: Setting, seed: int, trim: int, faults: int = 0) -> str:
+    """A name for a run that differs where anything differs that the run depends on, but for the code itself."""
+    return blake2b(repr((policy.name, setting, seed, trim, faults)).encode(), digest_size=12).hexdigest()
+
+
+def simulated(policy: Policy, setting: Setting, seed: int, trim: int, faults: int = 0) -> Row:
+    """One run of a setting that fits the policy, as a row of ``staleflow simulate``, measured after ``trim`` steps."""
+    began = time.perf_counter()
+    cluster = Cluster(setting, seed, policy=policy)
+    if faults:
+        arm(cluster, faults)
+    cluster.run()
+    result = row(cluster, time.perf_counter() - began)
+    result["trained_tokens_per_s"] = throughput(cluster, trim)
+    result["group_staleness"] = {str(age): count for age, count in cluster.recorder.group_staleness.items()}
+    return result
+
+
+def ratio(these: Sequence[float], those: Sequence[float] | None) -> float | None:
+    """Mean of the ratios of paired runs."""
+    return fmean(_ratios(these, those)) if those else None
+
+
+def ratio_half_width(these: Sequence[float], those: Sequence[float] | None) -> float | None:
+    return half_width(_ratios(these, those)) if those else None
+
+
+def _ratios(these: Sequence[float], those: Sequence[float]) -> list[float]:
+    return [this / that for this, that in zip(these, those, strict=True)]
+
+
+def _total(parts: Sequence[Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return total
+
+
+def _mean(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    causes = sorted({cause for part in parts for cause in part})
+    return {cause: fmean(part.get(cause, 0.0) for part in parts) for cause in causes}

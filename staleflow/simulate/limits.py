@@ -1,0 +1,166 @@
+"""What no scheduler can beat, computed from the setting and not simulated.
+
+*The no-bubble limit*: fleet and trainer are always busy, the split is the best one, and nothing waits for anything.
+
+*The law*: with ``T`` the time to train a batch, ``R`` the time in which the fleet generates one at its best, and ``L``
+the time from publishing a version to the end of the longest trajectory started under it, a step lasts at least ::
+
+    max(T, R, (T + L) / (bound + 1))      whole batches
+    max(T, R, L' / (bound + 1))           streamed: L' is L, the training of that trajectory, update and push
+    T + max(R, L)                         all GPUs do both in turn
+
+``L`` is what it takes on an instance that does nothing else: pull, prefill, one token after the other, half the reward
+latency. ``R`` is for instances that are always as full as memory allows, which makes every trajectory slow. No fleet
+does both, so the ceiling is not a target that can be met: it says what cannot be. Use::
+
+    limit(setting)                        # tokens per second
+    ceiling(setting, streamed=True)       # the best split's; law(...) is that of the setting's own split
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from staleflow.simulate.presets import Setting, with_split
+
+Term = Literal["training", "rollout", "tail"]
+
+BATCHES = 16
+"""Batches whose longest trajectories are averaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A batch of the workload, in the mean."""
+
+    tokens: float
+    prompt_tokens: float
+    """As the trainer counts them: once for each trajectory."""
+    instance_tokens_per_s: float
+    """Output of one instance that is always as full as memory allows."""
+    longest_s: float
+    """From publishing a version to the reward of the longest trajectory of a batch, on an instance of its own."""
+    longest_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """The three terms for one split, in seconds of a step."""
+
+    train_s: float
+    rollout_s: float
+    tail_s: float
+    tokens: float
+    training_gpus: int
+
+    @property
+    def step_s(self) -> float:
+        return max(self.train_s, self.rollout_s, self.tail_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+    @property
+    def binds(self) -> Term:
+        terms: dict[Term, float] = {"training": self.train_s, "rollout": self.rollout_s, "tail": self.tail_s}
+        return max(terms, key=lambda term: terms[term])
+
+
+def work_of(setting: Setting) -> Work:
+    """What a batch is made of. Draws some tens of thousands of lengths: ask once for a workload."""
+    workload, cost = setting.workload, setting.rollout
+    shares = list(workload.spread())
+    mean = sum(share * tokens for share, tokens in shares)
+    square = sum(share * tokens * tokens for share, tokens in shares)
+    prompt = workload.mean_prompt_tokens()
+    longest, seconds = 0.0, 0.0
+    for batch in range(BATCHES):
+        tokens, before = _longest(setting, batch)
+        alone = cost.steps(tokens, 1, before) + cost.fixed + cost.per_prefill_token * before
+        longest += tokens / BATCHES
+        seconds += alone / BATCHES
+    pull = setting.weight_bytes / min(setting.link_bandwidth, setting.total_bandwidth)
+    size = setting.groups * setting.group_size
+    return Work(
+        tokens=mean * size,
+        prompt_tokens=prompt * size,
+        instance_tokens_per_s=_full(setting, square / (2 * mean), mean, prompt),
+        longest_s=pull + seconds + setting.reward_s / 2,
+        longest_tokens=longest,
+    )
+
+
+def _longest(setting: Setting, batch: int) -> tuple[int, int]:
+    """The longest reply of a batch, and its prompt."""
+    prompts = range(batch * setting.groups, (batch + 1) * setting.groups)
+    members = range(setting.group_size)
+    length = setting.workload.length
+    tokens, prompt = max((length(prompt, member), prompt) for prompt in prompts for member in members)
+    return tokens, setting.workload.prompt_tokens(prompt)
+
+
+def _full(setting: Setting, grown: float, mean: float, prompt: float) -> float:
+    """Tokens per second of a full instance. A running sequence has on average grown by ``grown`` tokens: long replies
+    run for longer. A prompt is prefilled and held once for its group."""
+    cost = setting.rollout
+    held = grown + prompt / setting.group_size
+    running = max(1, min(setting.max_running, int(setting.kv_tokens / held)))
+    prefill = cost.per_prefill_token * prompt / setting.group_size / mean
+    step = cost.step(running, int(running * (grown + prompt)))
+    return running / (step + running * prefill)
+
+
+def law(setting: Setting, streamed: bool, work: Work | None = None) -> Law:
+    """The terms for the setting's own split."""
+    work = work_of(setting) if work is None else work
+    cost = setting.trainer
+    after = cost.fixed_s + cost.push_s
+    train = cost.train_s(work.tokens + work.prompt_tokens) + after
+    rest = cost.train_s(work.longest_tokens) + after if streamed else train
+    return Law(
+        train_s=train,
+        rollout_s=work.tokens / (setting.instances * work.instance_tokens_per_s),
+        tail_s=(work.longest_s + rest) / (setting.staleness + 1),
+        tokens=work.tokens,
+        training_gpus=setting.training_gpus,
+    )
+
+
+def in_turn(setting: Setting, work: Work | None = None) -> Law:
+    """The terms for a setting whose GPUs all do both: generation and training add up."""
+    alone = law(setting, streamed=False, work=work)
+    return Law(alone.train_s, alone.train_s + alone.rollout_s, alone.tail_s, alone.tokens, alone.training_gpus)
+
+
+def splits(setting: Setting) -> Iterator[Setting]:
+    """Every way to divide the GPUs that leaves none unused."""
+    for instances in range(1, -(-setting.gpus // setting.gpus_per_instance)):
+        yield with_split(setting, setting.gpus - instances * setting.gpus_per_instance)
+
+
+def ceiling(setting: Setting, streamed: bool, work: Work | None = None) -> Law:
+    """The law for the split that it allows the most."""
+    work = work_of(setting) if work is None else work
+    laws = [law(split, streamed, work) for split in splits(setting)]
+    return max(laws, key=lambda each: (each.tokens_per_s, -max(each.train_s, each.rollout_s)))
+
+
+def balance(setting: Setting, work: Work | None = None) -> Setting:
+    """The split for which fleet and trainer are equally fast, as far as whole instances allow."""
+    work = work_of(setting) if work is None else work
+
+    def busiest(split: Setting) -> float:
+        each = law(split, streamed=True, work=work)
+        return max(each.train_s, each.rollout_s)
+
+    return min(splits(setting), key=busiest)
+
+
+def limit(setting: Setting, work: Work | None = None) -> float:
+    """Tokens per second with fleet and trainer always busy, for the best split."""
+    work = work_of(setting) if work is None else work
+    best = law(balance(setting, work), streamed=True, work=work)
+    return best.tokens / max(best.train_s, best.rollout_s)

@@ -1,0 +1,155 @@
+"""Which bound, batch, length cap and split to train with, found in the simulator.
+
+The knobs are turned one after the other, the cheapest for learning first, and each only as long as a turn is worth it:
+
+1. *split* of the GPUs between rollout and training: costs learning nothing, so every trial has its best one;
+2. *bound*: one step more of staleness for each turn;
+3. *batch*: twice the groups for each step, so half the updates for the same data;
+4. *cap* on output tokens: half as long, as long as it cuts off few replies.
+
+Beside each trial stand the three terms of the law, and which of them binds. Use::
+
+    plan = make_plan(preset("paper-14b"), Search())
+    plan.best.setting, plan.best.tokens_per_s, [turn.gain for turn in plan.turns]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from staleflow.simulate.compare import TUNING_SEED, Comparison
+from staleflow.simulate.limits import Law, ceiling, law, limit
+from staleflow.simulate.peers import STALEFLOW
+from staleflow.simulate.presets import Setting
+
+Knob = Literal["split", "bound", "batch", "cap"]
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    most_staleness: int = 3
+    most_groups: int = 512
+    least_tokens: int = 1000
+    """No cap below this."""
+    worth: float = 0.05
+    """A turn of a knob must bring so much more throughput."""
+    most_cut: float = 0.02
+    """No cap that cuts off a larger share of the replies."""
+    seed: int = TUNING_SEED
+    tune_split: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One setting, simulated with its best split."""
+
+    setting: Setting
+    tokens_per_s: float
+    mean_staleness: float
+    law: Law
+    """For its own split."""
+    ceiling: Law
+    """For the split that the law allows the most."""
+    limit: float
+    cut: float
+    """The share of replies that its cap cuts off and that of the starting point does not."""
+    splits: dict[int, float]
+    """Tokens per second by training GPUs, of every split that was tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A knob that was tried, and what it brought over the trial before."""
+
+    knob: Knob
+    value: int
+    before: Trial
+    after: Trial
+    taken: bool
+
+    @property
+    def gain(self) -> float:
+        return self.after.tokens_per_s / self.before.tokens_per_s - 1
+
+
+@dataclass(slots=True)
+class Plan:
+    start: Trial
+    """The setting as it was given."""
+    best: Trial
+    turns: list[Turn] = field(default_factory=list[Turn])
+    bounds: list[Trial] = field(default_factory=list[Trial])
+    """One trial for each bound, with the batch and the cap that were given."""
+
+
+def make_plan(setting: Setting, search: Search, on_run: Callable[[str], None] = lambda _: None) -> Plan:
+    """Turn the knobs. The given setting is the starting point: its batch and cap, bound 0 and its own split."""
+    whole = setting.workload.max_tokens
+
+    def attempt(setting: Setting, tune: bool = True) -> Trial:
+        return _attempt(setting, whole, search, tune and search.tune_split, on_run)
+
+    start = attempt(setting, tune=False)
+    best = attempt(setting)
+    plan = Plan(start, best, [Turn("split", best.setting.training_gpus, start, best, taken=True)])
+    plan.bounds = [
+        best if bound == setting.staleness else attempt(replace(setting, staleness=bound))
+        for bound in range(search.most_staleness + 1)
+    ]
+    best = plan.bounds[0]
+    for trial in plan.bounds[1:]:
+        best = _turn(plan, "bound", trial.setting.staleness, best, trial, search)
+        if best is not trial:
+            break
+    while best.setting.groups * 2 <= search.most_groups:
+        trial = attempt(replace(best.setting, groups=best.setting.groups * 2))
+        best = _turn(plan, "batch", trial.setting.groups, best, trial, search)
+        if best is not trial:
+            break
+    while (cap := min(longest(best.setting), best.setting.workload.max_tokens) // 2) >= search.least_tokens:
+        shorter = replace(best.setting, workload=replace(best.setting.workload, max_tokens=cap))
+        trial = attempt(shorter)
+        best = _turn(plan, "cap", cap, best, trial, search)
+        if best is not trial:
+            break
+    plan.best = best
+    return plan
+
+
+def longest(setting: Setting) -> int:
+    return max(tokens for _, tokens in setting.workload.spread())
+
+
+def _turn(plan: Plan, knob: Knob, value: int, before: Trial, after: Trial, search: Search) -> Trial:
+    """Note what the turn brings, and the trial to go on from."""
+    turn = Turn(knob, value, before, after, taken=False)
+    taken = turn.gain >= search.worth and after.cut <= search.most_cut
+    plan.turns.append(replace(turn, taken=taken))
+    return after if taken else before
+
+
+def _attempt(setting: Setting, whole: int, search: Search, tune: bool, on_run: Callable[[str], None]) -> Trial:
+    comparison = Comparison(setting, [STALEFLOW], [setting.staleness], [search.seed], tune=tune, on_run=on_run)
+    row = comparison.rows()[0]
+    split = comparison.split(STALEFLOW, setting.staleness)
+    work = comparison.work
+    streamed = setting.strategies.consume == "stream"
+    cut = _longer(setting, setting.workload.max_tokens) - _longer(setting, whole)
+    return Trial(
+        setting=split,
+        tokens_per_s=row["trained_tokens_per_s"],
+        mean_staleness=row["mean_staleness"],
+        law=law(split, streamed, work),
+        ceiling=ceiling(setting, streamed, work),
+        limit=limit(setting, work),
+        cut=cut,
+        splits={run["training_gpus"]: run["trained_tokens_per_s"] for run in comparison.runs.values()},
+    )
+
+
+def _longer(setting: Setting, cap: int) -> float:
+    """The share of replies that would be longer than the cap, before any is applied."""
+    uncapped = replace(setting.workload, max_tokens=10**9)
+    return sum(share for share, tokens in uncapped.spread() if tokens > cap)

@@ -1,0 +1,209 @@
+"""From a configuration to what a run asks and how it reads the answers: model folder, tokenizer, data and splits.
+
+    folder = model_folder(config)           # made or converted now if it is not in the cache
+    task = open_task(config, folder)
+    task.prompts.ids(0), task.prompts.problem(0)
+    task.decode(tokens)
+
+The embedded task needs no tokenizer. Other data is encoded by the ``tokenizers`` library; transformers is loaded for
+chat templates alone. What is held out of training is decided by a hash of the prompt.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from staleflow.config.schema import ADDER, SMOLLM, Config, Data
+from staleflow.tasks import adder
+from staleflow.tasks.adder import Adder
+from staleflow.tasks.prompts import DataPrompts, Encode, TaskPrompts
+from staleflow.tasks.smollm import smollm
+from staleflow.tasks.sources import generated, read_file, reasoning_gym
+from staleflow.tasks.task import Problem, Task, TaskError, digest
+
+AWAY_FROM_WARM_START = 1000
+"""Added to the seed of the problems that are trained on, so that they are not those that the warm start has seen."""
+GYM = "reasoning-gym:"
+MOST_HELD_OUT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSet:
+    prompts: DataPrompts | TaskPrompts
+    """What is trained on, by number."""
+    held_out: list[tuple[tuple[int, ...], Problem]]
+    """What is evaluated: the tokens of a prompt, and what the reward must know."""
+    decode: Callable[[Sequence[int]], str]
+    """The text of a response, as the reward sees it."""
+    stop_tokens: tuple[int, ...]
+    vocab_size: int
+    max_prompt_tokens: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where every number means the same prompt."""
+        return self.prompts.fingerprint
+
+
+def model_folder(config: Config, on_step: Callable[[int, float], None] = lambda _step, _loss: None) -> Path:
+    """The folder of the model. ``on_step`` hears of the steps of a warm start, if there is one."""
+    if config.model == ADDER:
+        from staleflow.tasks.base_model import Recipe, base_model
+
+        return base_model(config.cache, Recipe(seed=config.seed), on_step)
+    if config.model == SMOLLM:
+        return smollm(config.cache)
+    return Path(config.model)
+
+
+def open_task(config: Config, folder: Path) -> TaskSet:
+    if config.data.source == ADDER:
+        return _embedded(config)
+    encode, decode = _text(config.data, folder)
+    source = _source(config.data)
+    if isinstance(source, Task):
+        prompts: DataPrompts | TaskPrompts = TaskPrompts(source, "train", encode)
+        held = [source.problem(index, "held-out") for index in range(config.evaluation.problems)]
+    else:
+        train, held = _split(config.data, source)
+        limits = (config.data.max_prompt_tokens, config.data.epochs, config.data.shuffle)
+        prompts = DataPrompts(train, encode, config.seed, *limits)
+    return TaskSet(
+        prompts=prompts,
+        held_out=_encoded(held, encode, config.data.max_prompt_tokens, config.evaluation.problems),
+        decode=decode,
+        stop_tokens=stop_tokens(folder),
+        vocab_size=int(_json(folder / "config.json")["vocab_size"]),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+    )
+
+
+def stop_tokens(folder: Path) -> tuple[int, ...]:
+    """The tokens at which the model ends: those of its generation settings, its own and its tokenizer's."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        value = _json(folder / name).get("eos_token_id")
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    end: Any = _json(folder / "tokenizer_config.json").get("eos_token")
+    text = end.get("content") if isinstance(end, dict) else end
+    if text is not None:
+        added = _json(folder / "tokenizer.json").get("added_tokens", [])
+        found += [each["id"] for each in added if each["content"] == text]
+    return tuple(dict.fromkeys(found))
+
+
+# Within
+
+
+def _embedded(config: Config) -> TaskSet:
+    held = [Adder(0).problem(index, "held-out") for index in range(config.evaluation.problems)]
+    return TaskSet(
+        prompts=TaskPrompts(Adder(config.seed + AWAY_FROM_WARM_START)),
+        held_out=_encoded(held, _no_text, adder.PROMPT_TOKENS, len(held)),
+        decode=adder.text,
+        stop_tokens=(adder.END,),
+        vocab_size=len(adder.VOCABULARY),
+        max_prompt_tokens=adder.PROMPT_TOKENS,
+    )
+
+
+def _source(data: Data) -> Task | list[Problem]:
+    if Path(data.source).suffix.lower() in (".jsonl", ".ndjson", ".parquet"):
+        return read_file(data.source, data.prompt, data.answer)
+    try:
+        if data.source.startswith(GYM):
+            return reasoning_gym(data.source.removeprefix(GYM), **data.arguments)
+        return generated(data.source, data.prompt, data.answer, **data.arguments)
+    except TaskError:
+        raise
+    except Exception as error:  # whatever the user's function raises
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise TaskError(f"data.source={data.source} failed ({why}): correct data.arguments, or the function") from None
+
+
+def _split(data: Data, problems: list[Problem]) -> tuple[list[Problem], list[Problem]]:
+    """What is trained on and what is held out, never the same prompt in both."""
+    if data.held_out is not None:
+        held = read_file(data.held_out, data.prompt, data.answer)
+        held = list({problem.prompt: problem for problem in held}.values())
+    else:
+        ranked = sorted({problem.prompt: problem for problem in problems}.values(), key=_rank)
+        count = data.held_out_count or max(1, min(MOST_HELD_OUT, len(ranked) // 10))
+        if count >= len(ranked):
+            raise TaskError(
+                f"data.source={data.source} has {len(ranked)} different prompts, too few to hold out {count}: give "
+                "data.held_out, or a lower data.held_out_count"
+            )
+        held = ranked[:count]
+    kept_out = {problem.prompt for problem in held}
+    train = [problem for problem in problems if problem.prompt not in kept_out]
+    if not train:
+        raise TaskError(f"all prompts of data.source={data.source} are in data.held_out: give other data")
+    return train, held
+
+
+def _rank(problem: Problem) -> int:
+    return digest("held-out", "prompt", problem.prompt)
+
+
+def _encoded(problems: list[Problem], encode: Encode, longest: int, most: int) -> list[tuple[tuple[int, ...], Problem]]:
+    """The first ``most`` of those whose prompts are not too long."""
+    found: list[tuple[tuple[int, ...], Problem]] = []
+    for problem in problems:
+        tokens = tuple(encode(problem.prompt) if isinstance(problem.prompt, str) else problem.prompt)
+        if 0 < len(tokens) <= longest:
+            found.append((tokens, problem))
+        if len(found) == most:
+            break
+    if not found:
+        raise TaskError(f"all held-out prompts are longer than {longest} tokens: raise data.max_prompt_tokens")
+    return found
+
+
+def _no_text(text: str) -> Sequence[int]:
+    raise TaskError(f"the embedded task has no text prompts, such as {text[:20]!r}")
+
+
+def _text(data: Data, folder: Path) -> tuple[Encode, Callable[[Sequence[int]], str]]:
+    """How prompts become tokens and responses become text."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises plain Exception
+        raise TaskError(
+            f"{folder / 'tokenizer.json'} cannot be read ({error}): save a fast tokenizer with the model"
+        ) from None
+
+    def decode(tokens: Sequence[int]) -> str:
+        return tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    if data.chat:
+        return _chat(data, folder), decode
+    return lambda prompt: tokenizer.encode(data.template.replace("{prompt}", prompt)).ids, decode
+
+
+def _chat(data: Data, folder: Path) -> Encode:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if not tokenizer.chat_template:
+        raise TaskError(f"{folder} has no chat template: give data.chat=false and a data.template")
+    system = [] if data.system is None else [{"role": "system", "content": data.system}]
+
+    def encode(prompt: str) -> Sequence[int]:
+        said = [*system, {"role": "user", "content": data.template.replace("{prompt}", prompt)}]
+        return tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+
+    return encode
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError) as error:
+        raise TaskError(f"{path} cannot be read ({' '.join(str(error).split())}): write the model again") from None

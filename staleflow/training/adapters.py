@@ -1,0 +1,108 @@
+"""Which parameters of a model are trained: all, those that patterns name, or LoRA adapters put beside its matrices.
+
+    prepare(model, options)                     # in place
+    with adapters_off(model): ...               # the model as it was before training
+    merged(model)["model.norm.weight"]          # what model.safetensors would hold
+
+Adapters are injected in place, so that a model keeps its class and everything else works on it as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from staleflow.training.options import TrainerOptions
+
+ADAPTER, BASE = ".lora_", ".base_layer."
+"""Parts of the names that peft gives to an adapter's tensors, and to the matrix it stands beside."""
+
+
+def prepare(model: Any, options: TrainerOptions) -> None:
+    """Add adapters, freeze what is not trained, and turn on activation checkpointing, as the options say."""
+    if options.lora_rank:
+        _inject(model, options)
+    elif options.train_only:
+        _freeze(model, options.train_only)
+    if not any(each.requires_grad for each in model.parameters()):
+        raise ValueError("every parameter of the model is frozen: leave some to train")
+    if options.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+
+
+@contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """Without its adapters, a model is what it was before training."""
+    layers = _adapted(model)
+    for layer in layers.values():
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.enable_adapters(True)
+
+
+@torch.no_grad()
+def merged(model: Any) -> dict[str, Tensor]:
+    """Every tensor under its Hugging Face name, W + (alpha / rank) B A where there is an adapter.
+
+    Tied tensors have their first name only, as in a file. What has no adapter shares its memory with the model.
+    """
+    deltas = {f"{name}.weight": layer.get_delta_weight("default") for name, layer in _adapted(model).items()}
+    found: dict[str, Tensor] = {}
+    seen = set[int]()
+    for key, tensor in model.state_dict().items():
+        if ADAPTER in key or tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        name = key.replace(BASE, ".")
+        found[name] = tensor + deltas[name] if name in deltas else tensor
+    return found
+
+
+def adapters(model: Any) -> dict[str, Tensor]:
+    """The adapters' own tensors."""
+    return {name: each.detach() for name, each in model.named_parameters() if ADAPTER in name}
+
+
+def _inject(model: Any, options: TrainerOptions) -> None:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise ValueError("lora_rank needs the package peft: install it, or leave lora_rank at 0") from None
+    config = LoraConfig(
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha,  # pyright: ignore[reportArgumentType] - it is only divided by the rank
+        target_modules=list(options.lora_targets),
+    )
+    found = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+    if unknown := sorted(set(options.lora_targets) - found):
+        raise ValueError(
+            f"lora_targets: the model has no matrix {', '.join(unknown)}: use some of {', '.join(sorted(found))}"
+        )
+    with torch.random.fork_rng():
+        torch.manual_seed(options.lora_seed)
+        inject_adapter_in_model(config, model)
+
+
+def _freeze(model: Any, patterns: tuple[str, ...]) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"train_only: no parameter is named {pattern!r}: write a name such as {names[-1]}, or a pattern like "
+                "model.layers.*"
+            )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def _adapted(model: Any) -> dict[str, Any]:
+    return {name: each for name, each in model.named_modules() if hasattr(each, "get_delta_weight")}

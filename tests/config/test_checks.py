@@ -1,0 +1,203 @@
+"""Bad input that the model's folder, the data, the reward or the machine shows: refused before anything is loaded."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from staleflow.config import ConfigError, Machine, check, load
+from staleflow.rollout.shapes import SHAPES
+
+ROOMY = Machine(cores=8, memory=64 * 2**30)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that looks like a model."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPES["tiny"]))
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("")
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "2 + 2?", "answer": "4"}\nbroken, but not the first row\n')
+    return path
+
+
+def settings(tmp_path: Path, model: Path, data: Path, *more: str) -> list[str]:
+    given = [f"model={model}", f"data.source={data}", "data.prompt=question", "reward.function=last-number"]
+    return [*given, f"runs={tmp_path / 'runs'}", *more]
+
+
+def refused(overrides: Sequence[str], machine: Machine = ROOMY) -> str:
+    config = load("plain", overrides)
+    with pytest.raises(ConfigError) as error:
+        check(config, machine)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_run_that_can_start_is_not_refused(tmp_path: Path, model: Path, data: Path) -> None:
+    check(load("plain", settings(tmp_path, model, data)), ROOMY)
+    check(load(None, [f"runs={tmp_path}", f"cache={tmp_path / 'cache'}"]), ROOMY)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "model"], "checking writes nothing"
+
+
+def test_a_missing_model(tmp_path: Path, data: Path) -> None:
+    line = refused(settings(tmp_path, tmp_path / "none", data))
+    assert "no such folder: give adder, smollm2-135m, or a folder in Hugging Face format" in line
+    assert "no such folder" in refused(["model=no/such/model"]), "the model first, then what goes with it"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("config.json", None, "has no config.json"),
+        ("config.json", "{", "cannot be read"),
+        ("config.json", "[]", "holds no settings"),
+        ("config.json", '{"model_type": "rwkv"}', "use one of llama"),
+        ("config.json", '{"model_type": "llama"}', "num_attention_heads is missing"),
+        ("model.safetensors", None, "has no model.safetensors"),
+        ("tokenizer.json", None, "has no tokenizer.json"),
+    ],
+)
+def test_a_model_folder_with_something_missing(
+    tmp_path: Path, model: Path, data: Path, name: str, content: str | None, line: str
+) -> None:
+    (model / name).unlink()
+    if content is not None:
+        (model / name).write_text(content)
+    assert line in refused(settings(tmp_path, model, data))
+
+
+def test_a_chat_without_a_template(tmp_path: Path, model: Path, data: Path) -> None:
+    chatting = settings(tmp_path, model, data, "data.chat=true")
+    check(load("plain", chatting), ROOMY)
+    (model / "chat_template.jinja").unlink()
+    assert "data.chat=false" in refused(chatting)
+    (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    check(load("plain", chatting), ROOMY)
+
+
+def test_responses_longer_than_the_models_positions(tmp_path: Path, model: Path, data: Path) -> None:
+    line = refused(settings(tmp_path, model, data, "rollout.max_tokens=8000", "data.max_prompt_tokens=200"))
+    assert "8192 positions" in line
+    assert "give rollout.max_tokens=7992" in line
+
+
+def test_a_dataset_that_is_missing(tmp_path: Path, model: Path) -> None:
+    assert "no such file" in refused(settings(tmp_path, model, tmp_path / "none.jsonl"))
+    with pytest.raises(ConfigError, match=r"data\.source is not given: give a file"):
+        check(load("gsm8k-smollm", [f"model={model}"]), ROOMY)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("data.prompt=text", "has no column 'text': give data.prompt, one of question, answer"),
+        ("data.prompt={question} {body}", "has no column 'body': give data.prompt"),
+        ("data.answer=right", "has no column 'right': give data.answer, one of question, answer"),
+        ("data.held_out=none.jsonl", "data.held_out=none.jsonl: no such file"),
+        ("data.held_out=none.csv", "give a .jsonl or .parquet file"),
+        ("data.arguments.x=1", "leave them out with a file"),
+    ],
+)
+def test_a_dataset_without_the_named_column(tmp_path: Path, model: Path, data: Path, override: str, line: str) -> None:
+    assert line in refused(settings(tmp_path, model, data, override))
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [("", "is empty"), ("\n\n", "is empty"), ("x", "cannot be read"), ("[1]", "the first line is a list")],
+)
+def test_a_dataset_whose_first_row_is_broken(tmp_path: Path, model: Path, data: Path, content: str, line: str) -> None:
+    data.write_text(content)
+    assert line in refused(settings(tmp_path, model, data))
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("mystery", "data.source=mystery is not known: give adder, a .jsonl"),
+        ("no_such_module_here:rows", "importing no_such_module_here failed"),
+        ("staleflow.tasks.arithmetic:nothing", "has no nothing"),
+    ],
+)
+def test_a_data_source_that_is_not_known(tmp_path: Path, model: Path, source: str, line: str) -> None:
+    assert line in refused(settings(tmp_path, model, Path(source)))
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        ("rouge", "reward.function=rouge is not known: give module:function, an http address, or one of adder"),
+        ("no_such_module_here:score", "importing no_such_module_here failed"),
+        ("tests.config.settings:SETTINGS", "is a dict: name a function"),
+        ("http://", "has no host"),
+        ("adder", "cannot score"),
+        ("reasoning-gym", "give data.source=reasoning-gym:NAME"),
+    ],
+)
+def test_an_unknown_reward(tmp_path: Path, model: Path, data: Path, function: str, line: str) -> None:
+    assert line in refused(settings(tmp_path, model, data, f"reward.function={function}"))
+
+
+def test_a_package_that_is_missing(tmp_path: Path, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    found = importlib.util.find_spec
+    absent = ("math_verify", "reasoning_gym", "pyarrow")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name in absent else found(name, *rest))
+    needs = settings(tmp_path, model, data, "reward.function=math-verify")
+    assert "pip install math-verify" in refused(needs)
+    assert "pip install reasoning-gym" in refused(settings(tmp_path, model, Path("reasoning-gym:chain_sum")))
+    (tmp_path / "a.parquet").write_bytes(b"")
+    assert "pip install pyarrow" in refused(settings(tmp_path, model, tmp_path / "a.parquet"))
+
+
+def test_a_model_and_data_that_do_not_belong_together(tmp_path: Path, model: Path, data: Path) -> None:
+    assert "which model=" in refused(settings(tmp_path, model, Path("adder"), "reward.function=adder"))
+    assert "give a model" in refused(["model=adder", f"data.source={data}", "reward.function=last-number"])
+
+
+def test_an_unwritable_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    laptop = load(None, [f"runs={tmp_path / 'file' / 'runs'}"])
+    with pytest.raises(ConfigError, match=r"is not a folder: give another folder by runs="):
+        check(laptop, ROOMY)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(ConfigError, match=r"cannot be written: give another folder by runs="):
+        check(load(None, [f"runs={tmp_path / 'runs'}"]), ROOMY)
+
+
+@pytest.mark.parametrize(("memory", "most"), [(2 * 2**30, 2), (4 * 2**30, 8), (64 * 2**30, 192)])
+def test_more_instances_than_memory_allows(tmp_path: Path, memory: int, most: int) -> None:
+    machine = Machine(cores=2, memory=memory)
+
+    def asked(instances: int) -> Any:
+        return load(None, [f"rollout.instances={instances}", f"runs={tmp_path}", f"cache={tmp_path}"])
+
+    with pytest.raises(ConfigError, match="the run needs") as error:
+        check(asked(500), machine)
+    offered = int(str(error.value).split("rollout.instances=")[1].split()[0])
+    assert abs(offered - most) <= most // 5 + 1
+    check(asked(offered), machine)
+    with pytest.raises(ConfigError, match=f"give rollout.instances={offered} instead of {offered + 1}"):
+        check(asked(offered + 1), machine)
+
+
+def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    line = f"runs={tmp_path}"
+    with pytest.raises(ConfigError, match=r"no such GPU here: give rollout\.device=cpu"):
+        check(load(None, [line, "rollout.device=cuda"]), ROOMY)
+    with pytest.raises(ConfigError, match=r"no such GPU here: give training\.device=cpu"):
+        check(load(None, [line, "training.device=cuda:3"]), ROOMY)

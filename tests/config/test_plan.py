@@ -1,0 +1,111 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from staleflow.config import Config, Machine, estimate, load, this_machine
+from staleflow.config.machine import _groups, _visible, cache_folder  # pyright: ignore[reportPrivateUsage]
+from staleflow.config.sizes import sizes_of
+from staleflow.rollout.shapes import SHAPES
+
+MACHINE = Machine(cores=8, memory=64 * 2**30, gpus=(24 * 2**30,))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_are_counted_as_transformers_counts_them(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="needs PyTorch")
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    assert sizes_of(Config(model=str(tmp_path))).parameters == model.num_parameters()
+
+
+def test_the_embedded_model_is_counted_right() -> None:
+    module = pytest.importorskip("staleflow.tasks.base_model", reason="needs PyTorch")
+    model = module.new_model(module.Shape(), 0)
+    assert sizes_of(load(None, [])).parameters == model.num_parameters()
+
+
+def test_adapters_are_counted_as_peft_counts_them(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="needs PyTorch")
+    peft = pytest.importorskip("peft", reason="needs peft")
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["tiny"]))
+    config = load(None, [f"model={tmp_path}", "training.lora_rank=4"])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=list(config.training.lora_targets)))
+    trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
+    assert sizes_of(config).adapters(4, config.training.lora_targets) == trained
+
+
+def test_exact_parts_are_exact() -> None:
+    config = load(None, ["redundancy=2", "extra_members=1"])
+    plan = estimate(config, MACHINE)
+    parts = {(part.role, part.what.partition(",")[0].removesuffix(" of 2")): part for part in plan.parts}
+    assert parts["instance", "KV memory"].bytes == 16_384 * 2 * 3 * 128 * 4
+    assert parts["instance", "KV memory"].count == 2
+    assert parts["trainer", "optimiser"].bytes == 8 * plan.sizes.parameters
+    assert parts["trajectories", "tokens"].bytes == 3 * 34 * (9 * 120 * 8 + 4 * 4)
+    assert plan.problem is None
+
+
+def test_the_gpu_preset_fits_a_card_of_24_gb() -> None:
+    plan = estimate(load("one-gpu", []), MACHINE)
+    assert plan.problem is None
+    assert plan.devices == ["cpu", "cuda:0"]
+    assert plan.needed("cuda:0") > 4 * 2**30
+
+
+@pytest.mark.parametrize("name", ["laptop", "arithmetic-smollm", "gsm8k-smollm"])
+def test_presets_for_a_cpu_fit_a_laptop_of_16_gb(name: str) -> None:
+    assert estimate(load(name, []), Machine(cores=2, memory=14 * 2**30)).problem is None
+
+
+def test_memory_grows_with_everything_that_takes_some() -> None:
+    least = estimate(load(None, []), MACHINE).needed()
+    for more in ("rollout.instances=3", "rollout.kv_tokens=99999", "training.micro_tokens=4096", "reward.workers=9"):
+        assert estimate(load(None, [more]), MACHINE).needed() > least
+    saving = load(None, ["training.activation_checkpointing=true"])
+    assert estimate(saving, MACHINE).needed() < least
+
+
+def test_the_text_says_what_does_not_fit() -> None:
+    text = estimate(load(None, ["rollout.instances=99"]), Machine(cores=2, memory=2 * 2**30)).text()
+    assert "does not fit: the run needs" in text
+    assert "99 instances on cpu" in text
+    assert "1 per compute process, 2 cores" in text
+
+
+def test_the_facts_are_plain_values() -> None:
+    plan = estimate(load("one-gpu", []), MACHINE)
+    facts = json.loads(json.dumps(plan.facts()))
+    assert facts["needed"] == {device: plan.needed(device) for device in plan.devices}
+    assert sum(part["total"] for part in facts["parts"]) == sum(facts["needed"].values())
+    assert facts["problem"] is None
+
+
+@pytest.mark.parametrize(
+    ("only", "free"), [(None, (100, 200)), ("1", (200,)), ("1,0", (200, 100)), ("GPU-b", (200,)), ("", ()), ("-1", ())]
+)
+def test_gpus_are_those_that_cuda_shows(only: str | None, free: tuple[int, ...]) -> None:
+    text = "0, GPU-a, 100\n1, GPU-b, 200\n"
+    assert _visible(text, only) == tuple(size * 2**20 for size in free)
+
+
+def test_this_machine_has_something() -> None:
+    machine = this_machine()
+    assert machine.cores >= 1
+    assert machine.memory > 2**20
+    assert cache_folder().endswith("staleflow")
+
+
+def test_limits_of_control_groups_count(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("0::/job/7\n")
+    for folder, most in (("", "max"), ("job/7", str(4 * 2**30)), ("memory", "")):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "memory.max").write_text(most)
+        (tmp_path / folder / "memory.current").write_text(str(2**30))
+    assert _groups(tmp_path, own) == [(4 * 2**30, 2**30)]

@@ -1,0 +1,181 @@
+"""However often trajectories are interrupted, moved and told of: every token is told once, in order, with its version."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from staleflow.rollout.builtin import EngineOptions, TorchEngine
+from staleflow.rollout.engine import Sampling
+from staleflow.rollout.worker import RolloutWorker
+from staleflow.runtime.local.messages import Abort, Interrupt, Job, Pull, Submit, Told
+from staleflow.servers.payloads import TOKEN
+from staleflow.tasks.base_model import Shape, new_model
+
+SAMPLING = Sampling(max_tokens=24, stop_tokens=(1,))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    new_model(Shape(hidden=16, intermediate=16, layers=1, heads=2), seed=3).save_pretrained(path)
+    return path
+
+
+class SameWeights:
+    """A parameter server whose versions differ in nothing but their number."""
+
+    def pull(self, into: Mapping[str, Any], at_least: int) -> int:  # noqa: ARG002
+        return at_least
+
+
+def worker(folder: Path, seed: int = 0) -> RolloutWorker:
+    return RolloutWorker(
+        TorchEngine(folder, EngineOptions(kv_tokens=256, max_running=4, page_size=8, threads=1), version=0),
+        SameWeights(),
+        SAMPLING,
+        seed,
+    )
+
+
+class Desk:
+    """The control plane's view: what is known of each trajectory, pieced together from what was told."""
+
+    def __init__(self, count: int) -> None:
+        self.tokens: dict[str, list[int]] = {f"t{at}": [] for at in range(count)}
+        self.logprobs: dict[str, bytes] = {name: b"" for name in self.tokens}
+        self.spans: dict[str, Any] = {name: () for name in self.tokens}
+        self.epoch = dict.fromkeys(self.tokens, 0)
+        self.where: dict[str, int | None] = dict.fromkeys(self.tokens)
+        self.finished: set[str] = set()
+
+    def job(self, name: str) -> Job:
+        self.epoch[name] += 1
+        tokens = np.array(self.tokens[name], TOKEN).tobytes()
+        prompt = np.array([5 + int(name[1:]), 7, 9], TOKEN).tobytes()
+        return Job(name, self.epoch[name], name, prompt, tokens, self.logprobs[name], self.spans[name])
+
+    def hear(self, told: Told) -> None:
+        name = told.trajectory
+        assert told.epoch == self.epoch[name]
+        assert told.start == len(self.tokens[name]), "neither a gap nor a repetition"
+        self.tokens[name] += np.frombuffer(told.tokens, TOKEN).tolist()
+        self.logprobs[name] += told.logprobs
+        self.spans[name] = told.spans
+        assert sum(count for _, count in told.spans) == len(self.tokens[name]) == len(self.logprobs[name]) // 4
+        versions = [version for version, _ in told.spans]
+        assert versions == sorted(set(versions))
+
+    def news(self, at: int, each: RolloutWorker, everything: bool) -> None:
+        news = each.news(everything)
+        if news is None:
+            return
+        for told in news.progress:
+            self.hear(told)
+        for told in (*news.finished, *news.returned):
+            self.hear(told)
+            assert self.where[told.trajectory] == at
+            self.where[told.trajectory] = None
+        self.finished |= {told.trajectory for told in news.finished}
+        assert not news.failed
+
+
+def undisturbed(folder: Path, count: int) -> dict[str, list[int]]:
+    desk, alone = Desk(count), worker(folder)
+    alone.obey(Submit((1, 1, 1), [desk.job(name) for name in desk.tokens]))
+    desk.where = dict.fromkeys(desk.tokens, 0)
+    while alone.engine.busy:
+        alone.step()
+    desk.news(0, alone, everything=True)
+    return desk.tokens
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_moved_trajectories_draw_what_they_would_have_drawn_undisturbed(folder: Path, data: st.DataObject) -> None:
+    count = 4
+    desk = Desk(count)
+    workers = [worker(folder), worker(folder)]
+    number = [0, 0]
+
+    def fence(at: int) -> tuple[int, int, int]:
+        number[at] += 1
+        return (1, 1, number[at])
+
+    for _ in range(data.draw(st.integers(1, 60))):
+        at = data.draw(st.integers(0, 1))
+        here = [name for name, where in desk.where.items() if where == at]
+        match data.draw(st.sampled_from(["step", "step", "step", "submit", "interrupt", "abort", "pull", "news"])):
+            case "step":
+                workers[at].step() if workers[at].engine.busy else None
+            case "submit":
+                waiting = [name for name, where in desk.where.items() if where is None and name not in desk.finished]
+                if waiting:
+                    workers[at].obey(Submit(fence(at), [desk.job(waiting[0])]))
+                    desk.where[waiting[0]] = at
+            case "interrupt":
+                workers[at].obey(Interrupt(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
+            case "abort":  # what was not told is lost, as when an instance dies
+                desk.news(at, workers[at], everything=data.draw(st.booleans()))
+                here = [name for name in here if desk.where[name] == at]
+                workers[at].obey(Abort(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
+                for name in here[:1]:
+                    desk.where[name] = None
+            case "pull":
+                newest = max(each.engine.snapshot().version for each in workers)
+                if not here or workers[at].engine.snapshot().version < newest:
+                    workers[at].obey(Pull(fence(at), newest + 1))
+            case "news":
+                desk.news(at, workers[at], everything=data.draw(st.booleans()))
+    expected = undisturbed(folder, count)
+    for name, tokens in desk.tokens.items():
+        assert tokens == expected[name][: len(tokens)]
+        if name in desk.finished:
+            assert tokens == expected[name]
+
+
+def test_commands_of_an_earlier_control_plane_are_ignored(folder: Path) -> None:
+    desk, alone = Desk(1), worker(folder)
+    alone.obey(Pull((2, 1, 1), 3))
+    alone.obey(Submit((1, 1, 7), [desk.job("t0")]))
+    assert not alone.engine.busy
+
+
+def test_tokens_of_the_old_version_are_told_with_the_pull(folder: Path) -> None:
+    desk, alone = Desk(1), worker(folder)
+    alone.obey(Submit((1, 1, 1), [desk.job("t0")]))
+    alone.step()
+    alone.step()
+    alone.obey(Pull((1, 1, 2), 1))
+    news = alone.news(everything=False)
+    assert news is not None
+    assert news.pulled == 1
+    assert [version for told in news.progress for version, _ in told.spans] == [0]
+
+
+def test_another_seed_draws_other_tokens(folder: Path) -> None:
+    first, second = (undisturbed_with(folder, seed) for seed in (0, 1))
+    assert first != second
+
+
+def undisturbed_with(folder: Path, seed: int) -> dict[str, list[int]]:
+    desk, alone = Desk(2), worker(folder, seed)
+    alone.obey(Submit((1, 1, 1), [desk.job(name) for name in desk.tokens]))
+    desk.where = dict.fromkeys(desk.tokens, 0)
+    while alone.engine.busy:
+        alone.step()
+    desk.news(0, alone, everything=True)
+    return desk.tokens
+
+
+def test_a_request_that_the_engine_refuses_is_told_as_failed(folder: Path) -> None:
+    alone = worker(folder)
+    alone.obey(Submit((1, 1, 1), [Job("t0", 1, "t0", np.array([9999], TOKEN).tobytes(), b"", b"", ())]))
+    alone.step()
+    news = alone.news(everything=False)
+    assert news is not None
+    assert [name for name, _, _ in news.failed] == ["t0"]

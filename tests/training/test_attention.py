@@ -1,0 +1,70 @@
+"""Rows of a packed pass see themselves only, whichever way their attention is computed."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from staleflow.training.attention import NAME, Rows, attend_by_rows, by_rows, padding, worth_padding
+
+LENGTHS = [3, 1, 6, 2]
+SHAPE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 12}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def models() -> list[Any]:
+    torch.manual_seed(0)
+    return [
+        LlamaForCausalLM(LlamaConfig(**SHAPE, **HEADS)).double(),
+        Qwen3ForCausalLM(Qwen3Config(**SHAPE, **HEADS, head_dim=4)).double(),
+    ]
+
+
+@pytest.mark.parametrize("way", ["alone", "padded"])
+@pytest.mark.parametrize("family", [0, 1], ids=["llama", "qwen3"])
+def test_packed_rows_have_the_outputs_and_gradients_of_masked_ones(family: int, way: str) -> None:
+    model = models()[family]
+    by_mask, cpu = copy.deepcopy(model), torch.device("cpu")
+    assert attend_by_rows(model)
+    tokens = torch.randint(12, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(each) for each in LENGTHS])[None]
+    told = by_rows(LENGTHS, cpu) | {"rows": Rows(LENGTHS, padding(LENGTHS, cpu) if way == "padded" else None)}
+    found = model(input_ids=tokens, position_ids=positions, use_cache=False, **told).logits
+    expected = by_mask(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    assert torch.allclose(found, expected, atol=1e-10)
+    found.sin().sum().backward()
+    expected.sin().sum().backward()
+    for one, other in zip(model.parameters(), by_mask.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-10)
+
+
+def test_a_model_that_is_told_of_no_rows_works_as_before() -> None:
+    model = models()[0]
+    plain = copy.deepcopy(model)
+    attend_by_rows(model)
+    tokens = torch.tensor([[0, 0, 1, 2], [3, 4, 5, 6]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    found, expected = (each(tokens, attention_mask=mask).logits[:, 2:] for each in (model, plain))
+    assert torch.allclose(found, expected, atol=1e-12)
+    assert "staleflow" not in model.config.to_json_string()
+
+
+def test_attention_in_windows_is_left_to_transformers() -> None:
+    sliding = Qwen3Config(**SHAPE, **HEADS, head_dim=4, use_sliding_window=True, sliding_window=2, max_window_layers=0)
+    model = Qwen3ForCausalLM(sliding)
+    assert not attend_by_rows(model)
+    assert model.config._attn_implementation != NAME
+
+
+def test_rows_of_very_different_lengths_are_not_padded() -> None:
+    assert worth_padding([5, 4, 6, 5])
+    assert not worth_padding([1000] + [10] * 100)
+
+
+def test_padding_goes_there_and_back() -> None:
+    there_NM, back_L = padding([2, 1], torch.device("cpu"))
+    assert there_NM.tolist() == [[0, 1], [2, 2]]
+    assert back_L.tolist() == [0, 1, 2]
+    assert there_NM.flatten()[back_L].tolist() == [0, 1, 2]

@@ -1,0 +1,176 @@
+"""The trainer's process is killed at any moment. The next one goes on, and the run's versions are those of a run in
+which nobody died, to the last bit of weights, moments and random numbers."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from staleflow.config import load, to_yaml
+from staleflow.runtime.local.messages import Broken, Feed, Finish, Pushed, Ready, Save, Saved, Stop, TrainGroup
+from staleflow.servers.weights import LocalParameterServer, reclaim, segments, slots
+from tests.training.test_trainer import VOCABULARY, groups_of
+from tests.training.test_worker import sent
+from tests.training.trainer_process import STORE, TrainerProcess
+
+PLAIN = ("training.learning_rate=0.01",)
+ADAPTERS_AND_VALUES = (*PLAIN, "training.lora_rank=2", "training.advantage=gae", "training.updates_per_step=2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def new_run(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    def make(name: str, *options: str) -> Path:
+        run = tmp_path / name
+        run.mkdir()
+        (run / "config.yaml").write_text(to_yaml(load(None, list(options))))
+        return run
+
+    yield make
+    for path in tmp_path.glob("*/weights/*.weights"):
+        for name in slots.segments_of(path.read_bytes()) or []:
+            segments.unlink_segment(name)
+
+
+class Watcher:
+    """An instance that pulls every version, and knows by the checksum all that was published with it."""
+
+    def __init__(self, run: Path, model: Path) -> None:
+        self.engine = LlamaForCausalLM.from_pretrained(model)
+        self.run = run
+        self.server: LocalParameterServer | None = None
+        self.checksums: dict[int, str] = {}
+
+    def look(self, version: int) -> None:
+        self.server = self.server or LocalParameterServer.attach(STORE, registry=self.run / "weights")
+        assert self.server.pull(dict(self.engine.named_parameters()), version, verify=True) == version
+        assert self.server.last_pull
+        checksum = self.server.last_pull.checksum
+        assert self.checksums.setdefault(version, checksum) == checksum
+
+
+def step(number: int) -> list[TrainGroup]:
+    """Groups that all have a signal: every version differs from the one before."""
+    groups = groups_of(3, 3, seed=number, version=number)
+    return [
+        sent([row._replace(prompt=group[0].prompt, reward=float(at == 0)) for at, row in enumerate(group)])
+        for group in groups
+    ]
+
+
+def undisturbed(run: Path, model: Path, steps: int) -> tuple[dict[int, str], float]:
+    """The checksums of all versions, and the seconds of a step."""
+    watcher, trainer = Watcher(run, model), TrainerProcess(run, model, standby=False)
+    watcher.look(trainer.hear_kind(Ready).version)
+    began = time.perf_counter()
+    for number in range(steps):
+        trainer.send([Feed(number, step(number)), Finish(number)])
+        watcher.look(trainer.hear_kind(Pushed).version)
+    took = (time.perf_counter() - began) / steps
+    trainer.send([Stop()])
+    trainer.end()
+    assert not list((run / "weights").glob("*.weights"))
+    return watcher.checksums, took
+
+
+def kill_trainers(run: Path, model: Path, expected: dict[int, str], step_s: float, chance: random.Random) -> int:
+    """About one death for each step, somewhere between before the step and after it. Returns how many were in the
+    middle of a step."""
+    watcher, trainer = Watcher(run, model), TrainerProcess(run, model, standby=False)
+    steps, interrupted, version = len(expected) - 1, 0, trainer.hear_kind(Ready).version
+    watcher.look(version)
+    while version < steps - 1:
+        before = version
+        for number in range(version, version + 2):  # the second one, so that deaths right after a version happen too
+            trainer.send([Feed(number, step(number)), Finish(number)])
+        time.sleep(chance.uniform(0, 1.5 * step_s))  # where it is then is left to chance
+        trainer.kill()
+        trainer = TrainerProcess(run, model, standby=True)
+        version = trainer.hear_kind(Ready).version
+        assert before <= version <= before + 2
+        watcher.look(version)
+        interrupted += version < before + 2
+        if version == before:  # let it get on
+            trainer.send([Feed(version, step(version)), Finish(version)])
+            version = trainer.hear_kind(Pushed).version
+            watcher.look(version)
+    for number in range(version, steps):
+        trainer.send([Feed(number, step(number)), Finish(number)])
+        watcher.look(trainer.hear_kind(Pushed).version)
+    trainer.send([Stop()])
+    trainer.end()
+    assert watcher.checksums == {version: expected[version] for version in watcher.checksums}
+    assert max(watcher.checksums) == steps
+    assert not list((run / "weights").glob("*.weights")), "nothing is left behind"
+    return interrupted
+
+
+@pytest.mark.parametrize("options", [PLAIN, ADAPTERS_AND_VALUES], ids=["plain", "adapters-and-values"])
+def test_killed_trainers_lose_nothing(new_run: Callable[..., Path], model: Path, options: tuple[str, ...]) -> None:
+    expected, step_s = undisturbed(new_run("a", *options), model, 8)
+    assert len(set(expected.values())) == len(expected)
+    assert kill_trainers(new_run("b", *options), model, expected, step_s, random.Random(1)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_many_killed_trainers(new_run: Callable[..., Path], model: Path, seed: int) -> None:
+    expected, step_s = undisturbed(new_run("a", *PLAIN), model, 60)
+    assert kill_trainers(new_run("b", *PLAIN), model, expected, step_s, random.Random(seed)) > 0
+
+
+def test_a_trainer_that_died_before_its_first_version_is_begun_again(new_run: Callable[..., Path], model: Path) -> None:
+    run = new_run("a", *PLAIN)
+    early = TrainerProcess(run, model, standby=False)
+    early.kill()
+    late = TrainerProcess(run, model, standby=True)
+    assert late.hear_kind(Ready).version == 0
+    LocalParameterServer.attach(STORE, registry=run / "weights").close()
+    late.send([Stop()])
+    late.end()
+    LocalParameterServer.create(STORE, registry=run / "weights").detach()  # it died between making the store and a push
+    last = TrainerProcess(run, model, standby=True)
+    assert last.hear_kind(Ready).version == 0
+    last.send([Stop()])
+    last.end()
+
+
+def test_a_resumed_run_begins_at_its_checkpoint_and_not_at_what_a_killed_one_left(
+    new_run: Callable[..., Path], model: Path
+) -> None:
+    run = new_run("a", *PLAIN)
+    first = TrainerProcess(run, model, standby=False)
+    folder = str(run / "step-1")
+    assert first.hear_kind(Ready).version == 0
+    first.send([Feed(0, step(0)), Finish(0), Save(folder, {}), Feed(1, step(1)), Finish(1)])
+    assert first.hear_kind(Saved).folder == folder
+    assert first.hear_kind(Pushed).version == 2
+    first.kill()
+    resumed = TrainerProcess(run, model, standby=False, checkpoint=folder)
+    assert resumed.hear_kind(Ready).version == 1
+    resumed.send([Feed(1, step(1)), Finish(1)])
+    assert resumed.hear_kind(Pushed).version == 2
+    resumed.kill()
+    revived = TrainerProcess(run, model, standby=True, checkpoint=folder)
+    assert revived.hear_kind(Ready).version == 2
+    revived.send([Feed(2, [*step(0), *step(9)]), Finish(2)])
+    assert "the bound is" in revived.hear_kind(Broken).why
+    revived.end()
+    assert reclaim(run / "weights") == []
