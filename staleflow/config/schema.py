@@ -159,6 +159,8 @@ class Evaluation:
     """Held-out problems that are asked."""
     temperature: float = 0.0
     """0: the most likely response."""
+    when: Literal["during", "after"] = "during"
+    """``after``: versions are kept in memory and evaluated when training has ended, so that it is not disturbed."""
 
 
 @dataclass(frozen=True, slots=True)

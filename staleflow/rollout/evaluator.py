@@ -1,7 +1,8 @@
 """Held-out accuracy, measured beside the run: an engine of its own, greedy, on whatever version is the newest.
 
-    evaluator = Evaluator(engine, weights, prompts, sampling, score)
-    version, accuracy = evaluator.evaluate()
+evaluator = Evaluator(engine, engine.model.parameters, weights, problems, sampling, reward, decode)
+evaluator.keep()                                # a copy, to be evaluated when there is time
+for evaluated in evaluator.evaluate(): ...      # what was kept, then the newest
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from staleflow.reward.function import Response, Reward, checked
-from staleflow.rollout.engine import Engine, Request, Sampling, WeightSource
+from staleflow.rollout.engine import Engine, Load, Request, Sampling, WeightSource
 from staleflow.runtime.local.link import Gone, Link
 from staleflow.runtime.local.messages import Evaluate, Evaluated, Stop
 from staleflow.tasks.task import Problem
@@ -23,6 +27,7 @@ class Evaluator:
     def __init__(
         self,
         engine: Engine,
+        tensors: Mapping[str, torch.Tensor],
         weights: WeightSource,
         problems: Sequence[tuple[Sequence[int], Problem]],
         sampling: Sampling,
@@ -30,29 +35,52 @@ class Evaluator:
         decode: Callable[[Sequence[int]], str],
     ) -> None:
         self._engine = engine
+        self._tensors = tensors
+        """The engine's weights."""
+        self._kept: list[tuple[int, dict[str, torch.Tensor]]] = []
         self._weights = weights
         self._problems = problems
         self._sampling = sampling
         self._reward = reward
         self._decode = decode
 
-    def evaluate(self) -> tuple[int, float]:
-        """The newest version and its mean reward on the problems."""
-        version = self._engine.pull(self._weights, 0)
+    def keep(self) -> None:
+        """Copy the newest version, to be evaluated later."""
+        copies = {name: torch.empty_like(tensor) for name, tensor in self._tensors.items()}
+        version = self._weights.pull(copies, 0)
+        if not self._kept or self._kept[-1][0] < version:
+            self._kept.append((version, copies))
+
+    def evaluate(self) -> Iterator[Evaluated]:
+        """What was kept, then the newest version."""
+        kept, self._kept = self._kept, []
+        for version, copies in kept:
+            yield self._evaluate(lambda into, version=version, copies=copies: _copied(into, version, copies))
+        yield self._evaluate(self._weights)
+
+    def _evaluate(self, source: WeightSource | Load) -> Evaluated:
+        """A version and its mean reward on the problems. What cannot be scored is left out, and counted."""
+        began = time.perf_counter()
+        version = self._engine.pull(source, 0)
         self._engine.submit(
             [
                 Request(str(at), 1, prompt, sampling=replace(self._sampling, seed=at))
                 for at, (prompt, _) in enumerate(self._problems)
             ]
         )
-        total = 0.0
+        rewards: list[float] = []
+        failed, why = 0, ""
         with asyncio.Runner() as runner:
             while self._engine.busy:
                 for result in self._engine.step().finished:
                     problem = self._problems[int(result.name)][1]
                     response = Response(self._decode(result.tokens), tuple(result.tokens))
-                    total += self._score(problem, response, runner)
-        return version, total / len(self._problems)
+                    try:
+                        rewards.append(self._score(problem, response, runner))
+                    except Exception as error:  # whatever the user's function raises
+                        failed, why = failed + 1, " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        accuracy = sum(rewards) / len(rewards) if rewards else None
+        return Evaluated(version, accuracy, time.perf_counter() - began, failed, why)
 
     def _score(self, problem: Problem, response: Response, runner: asyncio.Runner) -> float:
         async def awaited(value: object) -> object:
@@ -62,6 +90,12 @@ class Evaluator:
         return checked(runner.run(awaited(value)) if inspect.isawaitable(value) else value)
 
 
+def _copied(into: Mapping[str, Any], version: int, copies: Mapping[str, torch.Tensor]) -> int:
+    for name, tensor in copies.items():
+        into[name].copy_(tensor)
+    return version
+
+
 def serve(evaluator: Evaluator, link: Link) -> None:
     """Evaluate whenever asked to; requests that came meanwhile are answered by one evaluation."""
     try:
@@ -69,9 +103,11 @@ def serve(evaluator: Evaluator, link: Link) -> None:
             messages = list(link.receive(None))
             if any(isinstance(message, Stop) for message in messages):
                 return
-            if any(isinstance(message, Evaluate) for message in messages):
-                began = time.perf_counter()
-                version, accuracy = evaluator.evaluate()
-                link.send(Evaluated(version, accuracy, time.perf_counter() - began))
+            asked = [message for message in messages if isinstance(message, Evaluate)]
+            if any(message.now for message in asked):
+                for evaluated in evaluator.evaluate():
+                    link.send(evaluated)
+            elif asked:
+                evaluator.keep()
     except Gone:
         return

@@ -7,9 +7,9 @@
     worker.step()
     news = worker.news(everything=False)      # None if there is nothing to tell
 
-What is told is kept short: finished trajectories a moment later, together with the next ones; tokens of the others every
-two seconds. Before the weights change, those that have begun and were never told of are: the control plane must not
-take a group for untouched that has tokens of an older version.
+What is told is kept short: finished trajectories a moment later, together with the next ones; tokens of the others
+every two seconds. Before the weights change, those that have begun and were never told of are: the control plane must
+not take a group for untouched that has tokens of an older version.
 """
 
 from __future__ import annotations
@@ -117,10 +117,8 @@ class RolloutWorker:
         for name, _, tokens, logprobs in output.progress:
             held[name].grow(tokens, logprobs, output.version)
             self._generated += len(tokens)
-        for result in output.finished:
-            self._untold.finished.append(self._leave(result))
-        for result in output.returned:
-            self._untold.returned.append(self._leave(result))
+        self._untold.finished += self._left(output.finished)
+        self._untold.returned += self._left(output.returned)
         for failed in output.failed:
             self._fail(failed)
         self._busy_s += time.perf_counter() - began
@@ -132,9 +130,7 @@ class RolloutWorker:
         elif not self._untold.any:
             return None
         untold, self._untold = self._untold, _Untold()
-        return News(
-            self._load(), untold.finished, untold.returned, untold.progress, untold.failed, untold.pulled
-        )
+        return News(self._load(), untold.finished, untold.returned, untold.progress, untold.failed, untold.pulled)
 
     def _submit(self, jobs: list[Job]) -> None:
         self._abort([job.trajectory for job in jobs if job.trajectory in self._held])
@@ -172,14 +168,18 @@ class RolloutWorker:
     def _progress(self) -> list[Told]:
         return [held.tell(name) for name, held in self._held.items() if held.tokens]
 
-    def _leave(self, result: Result) -> Told:
-        held = self._held.pop(result.name)
-        return _told(
-            result.name, held.epoch, result.spans, held.told, result.tokens[held.told :], result.logprobs[held.told :]
-        )
+    def _left(self, results: list[Result]) -> list[Told]:
+        """Those that have left the engine, but for what was interrupted first and then dropped before it had left."""
+        told: list[Told] = []
+        for name, epoch, _, tokens, logprobs, spans, _ in results:
+            if self._holds(name, epoch):
+                known = self._held.pop(name).told
+                told.append(_told(name, epoch, spans, known, tokens[known:], logprobs[known:]))
+        return told
 
     def _fail(self, failed: Failed) -> None:
-        if self._held.pop(failed.name, None) is not None:
+        if self._holds(failed.name, failed.epoch):
+            del self._held[failed.name]
             self._untold.failed.append((failed.name, failed.epoch, failed.message))
 
     def _load(self) -> Load:
@@ -234,8 +234,6 @@ def draw_seed(seed: int, trajectory: str) -> int:
     return digest("draw", seed, trajectory) >> 1
 
 
-def _told(
-    name: str, epoch: int, spans: Spans, start: int, tokens: list[int], logprobs: list[float]
-) -> Told:
+def _told(name: str, epoch: int, spans: Spans, start: int, tokens: list[int], logprobs: list[float]) -> Told:
     ids: Any = np.array(tokens, TOKEN)
     return Told(name, epoch, spans, start, ids.tobytes(), np.array(logprobs, LOGPROB).tobytes())

@@ -80,6 +80,14 @@ def open_task(config: Config, folder: Path) -> TaskSet:
     )
 
 
+def first_problem(config: Config) -> Problem:
+    """A problem to try the reward with; needs no model."""
+    if config.data.source == ADDER:
+        return Adder(config.seed + AWAY_FROM_WARM_START).problem(0)
+    source = _source(config.data)
+    return source.problem(0) if isinstance(source, Task) else source[0]
+
+
 def stop_tokens(folder: Path) -> tuple[int, ...]:
     """The tokens at which the model ends: those of its generation settings, its own and its tokenizer's."""
     found: list[int] = []

@@ -124,3 +124,19 @@ def test_another_trainer_is_not_revived(base: Any, registry: Path) -> None:
         server.push(0, trainer.weights())
         with pytest.raises(WeightsError, match="the trainer cannot be revived"):
             revive(trainer, server)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_trainer_on_a_gpu_is_revived(base: Any, registry: Path) -> None:
+    straight, revived = (Trainer(copy.deepcopy(base).float().cuda(), OPTIONS) for _ in range(2))
+    with LocalParameterServer.create("run", registry=registry, dtype=torch.bfloat16) as server:
+        push(server, straight)
+        train(straight, 2)
+        push(server, straight)
+        left = {name: tensor.clone() for name, tensor in standby(straight).items()}
+        drawn = torch.rand(3, device="cuda")
+        train(revived, 1)
+        assert revive(revived, server) == 2
+        found = standby(revived)
+        assert [name for name in left if not torch.equal(left[name], found[name])] == []
+        assert torch.equal(torch.rand(3, device="cuda"), drawn), "the same random numbers follow"

@@ -124,7 +124,7 @@ def kill_trainers(run: Path, model: Path, expected: dict[int, str], step_s: floa
 
 @pytest.mark.parametrize("options", [PLAIN, ADAPTERS_AND_VALUES], ids=["plain", "adapters-and-values"])
 def test_killed_trainers_lose_nothing(new_run: Callable[..., Path], model: Path, options: tuple[str, ...]) -> None:
-    expected, step_s = undisturbed(new_run("a", *options), model, 8)
+    expected, step_s = undisturbed(new_run("a", *options), model, 6)
     assert len(set(expected.values())) == len(expected)
     assert kill_trainers(new_run("b", *options), model, expected, step_s, random.Random(1)) > 0
 

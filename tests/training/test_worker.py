@@ -60,7 +60,9 @@ class Desk:
 
 
 def sent(group: Group) -> TrainGroup:
-    members = [TrainRow(row.name, row.tokens.tobytes(), row.logprobs.tobytes(), row.spans, row.reward) for row in group]
+    members = [
+        TrainRow(row.name, row.tokens.tobytes(), row.logprobs.tobytes(), tuple(row.spans), row.reward) for row in group
+    ]
     return TrainGroup(group[0].prompt.tobytes(), members)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from staleflow.runtime.local.directory import RunDirectory
 from staleflow.runtime.local.link import Gone, Link
 from staleflow.runtime.local.messages import Broken, Ready, Setup, ToProcess
 from staleflow.runtime.local.parts import engine_options, sampling, trainer_options
@@ -60,7 +61,7 @@ def main(descriptor: int) -> None:
 
 def registry(setup: Setup) -> Path:
     """Where the parameter server of this run is found, and of no other run."""
-    return Path(setup.run) / "weights"
+    return RunDirectory(Path(setup.run)).weights
 
 
 def take_place(setup: Setup) -> None:
@@ -144,6 +145,7 @@ def _evaluator(setup: Setup, link: Link) -> Any:
     engine = TorchEngine(setup.model, engine_options(config), version=-1)
     evaluator = Evaluator(
         engine,
+        engine.model.parameters,
         LazyWeights(setup),
         task.held_out,
         sampling(config, task.stop_tokens, config.evaluation.temperature),

@@ -1,8 +1,8 @@
 """``staleflow train``: the main job, on this machine.
 
-    staleflow train                                   the embedded default: minutes on two CPU cores
-    staleflow train laptop staleness=1 steps=40       a preset, or a file, with changes
-    staleflow train --resume runs/latest              go on where a run was stopped
+staleflow train                                   the embedded default: minutes on two CPU cores
+staleflow train laptop staleness=1 steps=40       a preset, or a file, with changes
+staleflow train --resume runs/latest              go on where a run was stopped
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from staleflow.config import Config, ConfigError, check, differences, estimate, load, to_yaml
 from staleflow.coordinator.cost import CostModel
+from staleflow.reward.function import BAD_REWARD
 from staleflow.runtime.local.directory import RunDirectory
 from staleflow.runtime.local.saved import newest
 
@@ -79,6 +80,7 @@ def train(
     from staleflow.tasks.opening import model_folder, open_task
 
     out = sys.stderr if quiet else sys.stdout
+    asyncio.run(try_reward(config))
     model = model_folder(config, lambda step, loss: _warming(step, loss, out))
     task = open_task(config, model)
     directory = directory or RunDirectory.create(config, Path(name).stem)
@@ -106,6 +108,32 @@ def train(
     return summary
 
 
+async def try_reward(config: Config) -> None:
+    """Ask for one reward before anything heavy is loaded. One that is no number would be none in every step.
+
+    An exception is let pass: it may be about the empty response, and real ones are retried and reported.
+    """
+    from staleflow.reward.pool import RewardPool, Settings
+    from staleflow.tasks.opening import first_problem
+
+    answers: asyncio.Queue[str] = asyncio.Queue()
+    settings = Settings(workers=1, timeout_s=config.reward.timeout_s)
+    pool = RewardPool(
+        config.reward.function,
+        settings,
+        on_reward=lambda _name, _reward: answers.put_nowait(""),
+        on_failure=lambda _name, why: answers.put_nowait(why),
+    )
+    try:
+        await pool.start()
+        pool.submit("a try", first_problem(config))
+        why = await answers.get()
+    finally:
+        await pool.close()
+    if why.startswith(BAD_REWARD):
+        raise ConfigError(f"reward.function={config.reward.function}: {why}")
+
+
 def _warming(step: int, loss: float, out: TextIO) -> None:
     """The first run makes the base model."""
     if step == 0:
@@ -118,7 +146,7 @@ def told(summary: dict[str, Any], directory: RunDirectory) -> str:
     """The result in a few lines for people."""
     first, last = summary["accuracy_initial"], summary["accuracy_final"]
     lines = [
-        f"{summary['steps']} steps in {summary['wall_s']:.0f} s, {summary['trained_tokens_per_s']:,.0f} trained tokens/s; "
+        f"{summary['steps']} steps in {summary['wall_s']:.0f} s, {summary['trained_tokens_per_s']:,.0f} tokens/s; "
         f"staleness at most {summary['max_staleness']} of {summary['bound']}, {summary['violations']} violations",
         f"trainer idle {summary['trainer_idle']:.0%}, control plane {summary['control_overhead']:.1%} of one core, "
         f"{summary['tokens_wasted']:,} tokens wasted",

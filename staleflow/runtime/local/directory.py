@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from staleflow.config import Config, ConfigError, load, to_yaml
@@ -27,6 +29,7 @@ class RunDirectory:
         self.path = path
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
+        self.weights = path / "weights"
         self.summary = path / "summary.json"
         self.metrics = path / "metrics.jsonl"
         self.config_file = path / "config.yaml"
@@ -38,11 +41,7 @@ class RunDirectory:
         stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
         try:
             runs.mkdir(parents=True, exist_ok=True)
-            for again in range(1000):
-                path = runs / (stem if not again else f"{stem}-{again}")
-                with suppress(FileExistsError):
-                    path.mkdir()
-                    break
+            path = next(path for path in _names(runs / stem) if _made(path))
             run = cls(path)
             run.logs.mkdir()
             run.checkpoints.mkdir()
@@ -73,6 +72,21 @@ class RunDirectory:
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
+
+
+def _names(path: Path) -> Iterator[Path]:
+    """The name, and others for a second run within the same second."""
+    yield path
+    for again in count(2):
+        yield path.with_name(f"{path.name}-{again}")
+
+
+def _made(path: Path) -> bool:
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def _link(link: Path, target: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,8 @@ class Link:
         self._socket = end
         self._socket.setblocking(True)
         self._unpacker = Unpacker(kinds)
+        self._came: deque[Any] = deque()
+        """Messages that nobody has taken yet."""
 
     def send(self, message: msgspec.Struct) -> None:
         try:
@@ -39,15 +42,16 @@ class Link:
 
     def receive(self, timeout_s: float | None) -> Iterator[Any]:
         """What has come, waiting up to ``timeout_s`` for the first message (None: for as long as it takes)."""
-        if not select.select([self._socket], [], [], timeout_s)[0]:
-            return
-        try:
-            data = self._socket.recv(PIECE)
-        except ConnectionResetError:
-            raise Gone from None
-        if not data:
-            raise Gone
-        yield from self._unpacker.feed(data)
+        if not self._came and select.select([self._socket], [], [], timeout_s)[0]:
+            try:
+                data = self._socket.recv(PIECE)
+            except ConnectionResetError:
+                raise Gone from None
+            if not data:
+                raise Gone
+            self._came += self._unpacker.feed(data)
+        while self._came:
+            yield self._came.popleft()
 
 
 class Channel(asyncio.Protocol):

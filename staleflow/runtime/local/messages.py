@@ -182,13 +182,20 @@ class Saved(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Evaluate(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Score the newest version on the held-out problems."""
+    """Score the newest version on the held-out problems, now or when next told to do something now."""
+
+    now: bool = True
 
 
 class Evaluated(msgspec.Struct, tag=True, array_like=True, frozen=True):
     version: int
-    accuracy: float
+    accuracy: float | None
+    """Over the responses that could be scored; None if none could."""
     seconds: float
+    failed: int
+    """Responses that could not be scored."""
+    why: str
+    """Of the last of these."""
 
 
 class Broken(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -206,7 +213,9 @@ _encode = msgspec.msgpack.Encoder().encode
 def pack(message: msgspec.Struct) -> bytes:
     body = _encode(message)
     if len(body) >= MOST_BYTES:
-        raise ValueError(f"a {type(message).__name__} message of {len(body):,} bytes is over the limit: make steps smaller")
+        raise ValueError(
+            f"a {type(message).__name__} message of {len(body):,} bytes is over the limit: make steps smaller"
+        )
     return struct.pack("<I", len(body)) + body
 
 

@@ -18,18 +18,13 @@ class Place(NamedTuple):
     nice: int = 0
 
 
-def placement(
-    cores: Sequence[int], instances: int, threads: int | None = None, pin: bool = True
-) -> dict[str, Place]:
+def placement(cores: Sequence[int], instances: int, threads: int | None = None, pin: bool = True) -> dict[str, Place]:
     """By process: ``trainer``, ``evaluator``, and the instances ``i0``, ``i1``, ..."""
     everywhere = tuple(cores)
     share = len(cores) // (instances + 1)
     places: dict[str, Place] = {}
     for at in range(instances):
-        if share:
-            own = everywhere[at * share : (at + 1) * share]
-        else:
-            own = (everywhere[at % len(cores)],)
+        own = everywhere[at * share : (at + 1) * share] if share else (everywhere[at % len(cores)],)
         places[f"i{at}"] = Place(own, threads or max(1, share), nice=0 if share else 5)
     left = everywhere[instances * share :] if share else everywhere
     places["trainer"] = Place(left, threads or (len(left) if share else 1))

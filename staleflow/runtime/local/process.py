@@ -1,9 +1,9 @@
 """One process of a run, as the control plane's process sees it: start, talk, notice the end, stop.
 
-    child = Child(setup, log=run / "logs" / "i0.log")
-    await child.start(on_message, on_end)
-    child.send(Stop())
-    await child.stop()
+child = Child(setup, log=run / "logs" / "i0.log")
+await child.start(on_message, on_end)
+child.send(Stop())
+await child.stop()
 """
 
 from __future__ import annotations

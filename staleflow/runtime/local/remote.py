@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from staleflow.runtime.local.crew import Crew
 from staleflow.runtime.local.messages import (
     Abort,
     Feed,
@@ -104,25 +105,25 @@ class RemoteInstance:
 
 
 class RemoteTrainer:
-    """``TrainerPort`` of the trainer's process."""
+    """``TrainerPort`` of whichever process is the trainer."""
 
-    def __init__(self, child: Child, server: TrajectoryServer, version: int) -> None:
+    def __init__(self, crew: Crew, server: TrajectoryServer, version: int) -> None:
         self.version = version
         """The newest that is safe in the parameter server."""
-        self._child = child
+        self._crew = crew
         self._server = server
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:
-        self._child.send(Feed(step, [self._group(group) for group in groups]))
+        self._crew.send("trainer", Feed(step, [self._group(group) for group in groups]))
 
     def finish(self, step: int) -> None:
-        self._child.send(Finish(step))
+        self._crew.send("trainer", Finish(step))
 
     def reset(self) -> None:
-        self._child.send(Reset())
+        self._crew.send("trainer", Reset())
 
     def save(self, folder: Path, also: dict[str, bytes]) -> None:
-        self._child.send(Save(str(folder), also))
+        self._crew.send("trainer", Save(str(folder), also))
 
     def durable(self) -> int:
         return self.version

@@ -1,24 +1,26 @@
 """A run on this machine: the control plane in this process, every other role in one of its own.
 
-    run = LocalRun(config, directory, model_folder, task)
+    run = LocalRun(config, directory, model_folder, task, cost)
     summary = asyncio.run(run.execute())
 
-Instances and reward workers that die are replaced and lose nobody's work; the trainer's death ends the run with a line
-that says how to resume it. Ctrl-C ends it in good order, with a checkpoint.
+Instances, trainer and reward workers that die are replaced, and nobody's work is lost: trajectories go on elsewhere,
+and a new trainer takes over the last version with everything that belongs to it. Ctrl-C ends the run in good order,
+with a checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from staleflow.config import Config
+from staleflow.config.schema import ADDER
 from staleflow.coordinator.cost import CostModel
 from staleflow.observe.metrics import MetricsLog
 from staleflow.protocol import StalenessLedger
@@ -26,8 +28,9 @@ from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.reward.pool import Settings as RewardSettings
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.filters import no_signal
+from staleflow.runtime.local.crew import Crew, RunError
 from staleflow.runtime.local.directory import RunDirectory
-from staleflow.runtime.local.messages import Broken, Evaluate, Evaluated, News, Pushed, Ready, Saved, Setup, Trained
+from staleflow.runtime.local.messages import Evaluate, Evaluated, News, Pushed, Ready, Saved, Trained
 from staleflow.runtime.local.placement import placement
 from staleflow.runtime.local.process import Child
 from staleflow.runtime.local.record import Record
@@ -39,23 +42,22 @@ from staleflow.servers.durable import DurableJournal
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer
+from staleflow.servers.weights import reclaim
 from staleflow.tasks.opening import TaskSet
+
+__all__ = ["LocalRun", "RunError"]
 
 START_S = 300.0
 SAVE_S = 300.0
 STALL_S = 1800.0
 CYCLE_S = 0.05
 """Decisions are made at most this often: steps of a laptop run take a fraction of a second."""
-MOST_LIVES = 5
-"""An instance that dies so often will die again."""
+MOST_FAILURES = 256
+"""A reward that fails so often in a row is not unlucky but broken."""
 VIEW_S = 0.25
 LAZY_S = 0.1
 """Only the trainer waits for the journal: instances and reward workers end with this process, so whatever they have
 heard that was not durable is forgotten on both sides."""
-
-
-class RunError(RuntimeError):
-    """The run cannot go on; one line that says why and what to do."""
 
 
 class LocalRun:
@@ -69,43 +71,47 @@ class LocalRun:
         checkpoint: Path | None = None,
         show: Callable[[LocalRun], None] = lambda _: None,
     ) -> None:
+        """``cost`` is a first guess of what a decoding step takes; ``show`` is called a few times a second."""
         self.config = config
         self.directory = directory
         self.task = task
         self.show = show
-        """Called a few times a second, for people."""
         self.record = Record(config.staleness)
         self.latest: dict[str, float] = {}
         """The facts of the latest step."""
         self.instances: dict[str, RemoteInstance] = {}
         self.interrupted = False
+        self.notes: tuple[str, ...] = ()
+        """What went wrong lately and was put right."""
         self._model = model
         self._cost = cost
         self._checkpoint = checkpoint
-        self._children: dict[str, Child] = {}
-        self._lives: dict[str, int] = {}
-        self._failure: asyncio.Future[None] | None = None
         self._metrics = MetricsLog(directory.metrics)
-        self._lengths: dict[int, tuple[list[int], int]] = {}
-        self._began = 0.0
+        self._training = False
+        self._began = self._cpu_began = 0.0
         self._before_s = 0.0
         """Seconds of training in earlier lives of the run."""
-        self._training = False
-        self._saved: dict[str, asyncio.Event] = {}
-        self._evaluated = asyncio.Event()
         self._shown_s = 0.0
-        self._cpu_began = 0.0
-        self._restarts: set[asyncio.Task[None]] = set()
-        self._closing = False
-        self.notes: tuple[str, ...] = ()
+        """CPU seconds for what people look at."""
+        self._lengths: dict[int, tuple[list[int], int]] = {}
+        """By step that is committed and not reported yet: generated tokens of each trajectory, and prompt tokens."""
+        self._saving: dict[Path, tuple[int, bytes, asyncio.Event]] = {}
+        """Checkpoints that the trainer was asked for: the version, our part of it, and whether it is there."""
+        self._evaluated: set[int] = set()
+        self._evaluation = asyncio.Event()
+        self._failures = 0
+        """Rewards that failed since the last one that did not."""
 
     async def execute(self) -> dict[str, Any]:
-        """The whole run. Returns its summary, which is in the directory too."""
+        """The whole run. Returns its summary."""
         self._loop = asyncio.get_running_loop()
-        self._failure = self._loop.create_future()
+        config = self.config
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+        places = placement(cores, config.rollout.instances, config.processes.threads, config.processes.pin)
+        self.crew = Crew(self.directory, self._model, places, self._checkpoint)
         self._open()
         try:
-            await self._named(self._start(), "start of all processes", START_S)
+            await self.crew.within(self._start(), "start of all processes", START_S)
             await self._evaluate()
             await self._train()
             await self._end()
@@ -119,53 +125,41 @@ class LocalRun:
     # Setting up
 
     def _open(self) -> None:
+        """The state of the run: empty, or that of the checkpoint."""
         config = self.config
-        life = self.directory.lives + 1
-        self.journal = DurableJournal(self.directory.journal(life), lazy_s=LAZY_S)
+        self._life = self.directory.lives + 1
+        self.journal = DurableJournal(self.directory.journal(self._life), lazy_s=LAZY_S)
         limits = Limits(config.rollout.max_tokens, self.task.max_prompt_tokens, self.task.vocab_size)
         ledger = StalenessLedger(config.groups, config.staleness, config.redundancy)
-        self.server = TrajectoryServer(
-            ledger, config.group_size, config.extra_members, self.journal, Payloads(limits)
-        )
+        self.payloads = Payloads(limits)
+        self.server = TrajectoryServer(ledger, config.group_size, config.extra_members, self.journal, self.payloads)
         if self._checkpoint is not None:
             self.record = unpack_state((self._checkpoint / STATE).read_bytes(), self.server, self.journal)
-            self.record.lives = life
+            self.record.lives = self._life
             self._before_s = self.record.seconds
         self.server.on_committed = self._committed
         self.server.on_aborted = self._aborted
         self.outbox = Outbox(self.journal)
-        self.journal.on_durable = lambda: self._loop.call_soon_threadsafe(self.outbox.release)
-        self._life = life
-
-    async def _start(self) -> None:
-        config = self.config
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-        self._places = placement(cores, config.rollout.instances, config.processes.threads, config.processes.pin)
-        trainer = self._child("trainer", "trainer")
-        self._trainer = RemoteTrainer(trainer, self.server, self.server.ledger.version)
+        self.journal.on_durable = self._durable
+        self._trainer = RemoteTrainer(self.crew, self.server, self.server.ledger.version)
+        self._log = os.open(self.directory.log("reward"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._pool = RewardPool(
             config.reward.function,
             RewardSettings(config.reward.workers, config.reward.timeout_s),
             self._on_scored,
             self._on_score_failed,
-            stderr=self._reward_log(),
+            stderr=self._log,
+            decoder=decoder_of(config, self._model),
         )
         self.control = self._control()
-        await trainer.start(self._guarded(self._from_trainer), lambda: self._trainer_ended(trainer))
-        for at in range(config.rollout.instances):
-            await self._start_instance(f"i{at}")
-        evaluator = self._child("evaluator", "evaluator")
-        await evaluator.start(self._guarded(self._from_evaluator), lambda: self._evaluator_ended(evaluator))
-        await self._pool.start()
-        await asyncio.gather(*(child.ready.wait() for child in self._children.values()))
 
-    def _reward_log(self) -> int:
-        self._log = os.open(self.directory.log("reward"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        return self._log
+    def _durable(self) -> None:
+        """In the journal's thread."""
+        self._loop.call_soon_threadsafe(self.outbox.release)
 
     def _control(self) -> ControlPlane:
         config = self.config
-        rewards = PoolPort(self._pool, self.task.prompts.problem, self._tokens, self.task.decode)
+        rewards = PoolPort(self._pool, self.task.prompts.problem, lambda name: self.payloads.tokens(name).tobytes())
         settings = Settings(
             config.strategies,
             self._cost,
@@ -175,144 +169,100 @@ class LocalRun:
             reward_tries=config.reward.tries,
             pull_s=0.1,
         )
-        control = ControlPlane(
-            settings,
-            self.server,
-            HeldTrainer(self._trainer, self.outbox),
-            rewards,
-            self.task.prompts,
-            term=self._life,
-        )
+        trainer = HeldTrainer(self._trainer, self.outbox)
+        control = ControlPlane(settings, self.server, trainer, rewards, self.task.prompts, term=self._life)
         if config.filter == "no-signal":
             control.filter = no_signal
         return control
 
-    def _tokens(self, name: str) -> Any:
-        assert self.server.payloads is not None
-        return self.server.payloads.tokens(name)
+    async def _start(self) -> None:
+        await self.crew.start("trainer", "trainer", self._from_trainer, lambda _: None)
+        for at in range(self.config.rollout.instances):
+            await self.crew.start("instance", f"i{at}", self._from_instance, self._instance_ended)
+        await self.crew.start("evaluator", "evaluator", self._from_evaluator, lambda _: None)
+        await self._pool.start()
+        await self.crew.all_ready()
 
-    def _child(self, role: Any, name: str) -> Child:
-        place = self._places[name]
-        checkpoint = str(self._checkpoint) if role == "trainer" and self._checkpoint else ""
-        setup = Setup(
-            role,
-            name,
-            str(self.directory.path),
-            str(self._model),
-            "weights",
-            list(place.cores),
-            place.threads,
-            place.nice,
-            checkpoint,
-        )
-        child = self._children[name] = Child(setup, self.directory.log(name))
-        return child
+    # What the processes say
 
-    # Processes: what they say, and what happens when they end
-
-    async def _start_instance(self, name: str) -> None:
-        life = self._lives[name] = self._lives.get(name, 0) + 1
-        child = self._child("instance", name)
-        assert self.server.payloads is not None
-        port = self.instances[name] = RemoteInstance(child, life, self.server.payloads)
-
-        def hear(message: Any) -> None:
-            if isinstance(message, News):
+    def _from_instance(self, child: Child, message: Any) -> None:
+        match message:
+            case Ready():
+                life = self.crew.lives[child.name]
+                self.instances[child.name] = RemoteInstance(child, life, self.payloads)
+            case News():
+                port = self.instances[child.name]
                 report = port.hear(message)
                 if not child.ready.is_set():
                     child.ready.set()
                     if self._training:
-                        self._join(port)
+                        self.control.join(port)
                 elif self._training:
                     self.control.on_report(report)
-            elif isinstance(message, Broken):
-                self._fail(f"instance {name}: {message.why}")
-
-        await child.start(self._guarded(hear), lambda: self._instance_ended(child))
-
-    def _join(self, port: RemoteInstance) -> None:
-        self.control.join(port)
 
     def _instance_ended(self, child: Child) -> None:
-        if self._closing:
-            return
-        self.record.instance_busy_s += self.instances[child.name].load.busy_s
+        self.notes = (f"{child.name} died and is replaced: {child.last_words()}",)
+        if (port := self.instances.get(child.name)) is not None:
+            self.record.instance_busy_s += port.load.busy_s
         if self._training:
             self.control.left(child.name)
-        if self._lives[child.name] >= MOST_LIVES:
-            self._fail(f"instance {child.name} died {MOST_LIVES} times, last: {child.last_words()} (see {child.log})")
-        else:
-            task = self._loop.create_task(self._start_instance(child.name), name=f"restart of {child.name}")
-            self._restarts.add(task)
-            task.add_done_callback(self._restarts.discard)
 
-    def _from_trainer(self, message: Any) -> None:
+    def _from_trainer(self, child: Child, message: Any) -> None:
         match message:
             case Ready(version=version):
+                child.ready.set()
                 self._trainer.version = version
-                self._children["trainer"].ready.set()
+                if self.crew.lives[child.name] > 1:
+                    self._trainer_back(version)
             case Pushed(version=version):
                 self._trainer.version = version
                 self.control.on_pushed(version)
             case Trained():
                 self._trained(message)
             case Saved(folder=folder):
-                self._saved.setdefault(folder, asyncio.Event()).set()
+                if (asked := self._saving.pop(Path(folder), None)) is not None:
+                    asked[2].set()
                 self._prune()
-            case Broken(why=why):
-                self._fail(why)
 
-    def _trainer_ended(self, child: Child) -> None:
-        if not self._closing:
-            self._fail(
-                f"the trainer died: {child.last_words()} (see {child.log}); "
-                f"go on with: staleflow train --resume {self.directory.path}"
-            )
+    def _trainer_back(self, version: int) -> None:
+        """Another trainer has taken over. What was sent to the dead one was sent to nobody."""
+        self.notes = (f"the trainer died and was replaced at version {version}",)
+        if self._training:
+            self.control.on_trainer_lost()
+            self.control.on_trainer_back()
+        for folder, (wanted, state, _) in self._saving.items():
+            if wanted == version:
+                self._trainer.save(folder, {STATE: state})
 
-    def _from_evaluator(self, message: Any) -> None:
+    def _from_evaluator(self, child: Child, message: Any) -> None:
         match message:
             case Ready():
-                self._children["evaluator"].ready.set()
-            case Evaluated(version=version, accuracy=accuracy):
-                self.record.evaluated(version, accuracy)
-                self._evaluated.set()
-                goal = self.config.stop_at
-                if goal is not None and accuracy >= goal and self._training:
-                    self.control.stop()
-            case Broken(why=why):
-                self._fail(f"evaluation: {why}")
+                child.ready.set()
+            case Evaluated():
+                self._heard_evaluation(message)
 
-    def _evaluator_ended(self, child: Child) -> None:
-        if not self._closing:
-            self._fail(f"the evaluator died: {child.last_words()} (see {child.log})")
+    def _heard_evaluation(self, message: Evaluated) -> None:
+        self._evaluated.add(message.version)
+        self._evaluation.set()
+        if message.failed:
+            self.notes = (f"{message.failed} held-out responses could not be scored, last: {message.why}",)
+        if message.accuracy is None:
+            return
+        self.record.evaluated(message.version, message.accuracy)
+        goal = self.config.stop_at
+        if goal is not None and message.accuracy >= goal and self._training:
+            self.control.stop()
 
-    def _guarded(self, hear: Callable[[Any], None]) -> Callable[[Any], None]:
-        """A mistake of ours in hearing a message ends the run with its own traceback."""
+    def _on_scored(self, name: str, reward: float) -> None:
+        self._failures = 0
+        self.control.on_scored(name, reward)
 
-        def guarded(message: Any) -> None:
-            try:
-                hear(message)
-            except Exception as error:
-                self._fail(error)
-
-        return guarded
-
-    def _fail(self, why: str | Exception) -> None:
-        if self._failure is not None and not self._failure.done():
-            self._failure.set_exception(RunError(why) if isinstance(why, str) else why)
-
-    async def _named(self, work: Any, name: str, timeout_s: float | None = None) -> None:
-        """Wait for something, but not longer than it may take, and not if anything has failed meanwhile."""
-        assert self._failure is not None
-        task = asyncio.ensure_future(work)
-        done, _ = await asyncio.wait({task, self._failure}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if task not in done:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            if self._failure in done:
-                self._failure.result()
-            raise RunError(f"the {name} took more than {timeout_s:g} s: see {self.directory.logs}")
-        task.result()
+    def _on_score_failed(self, name: str, why: str) -> None:
+        self._failures += 1
+        self.notes = (f"reward of {name} failed: {why}",)
+        if self._failures >= MOST_FAILURES:
+            self.crew.fail(f"the reward failed {self._failures} times in a row, last: {why}")
+        self.control.on_score_failed(name, why)
 
     # Training
 
@@ -336,8 +286,8 @@ class LocalRun:
         self._training = True
         self._began, self._cpu_began = time.monotonic(), time.process_time()
         for name, port in self.instances.items():
-            if self._children[name].ready.is_set():
-                self._join(port)
+            if self.crew.children[name].ready.is_set():
+                self.control.join(port)
         if self._checkpoint is not None:
             self.control.recover()
         self._trainer.reset()  # its clock begins now
@@ -345,7 +295,7 @@ class LocalRun:
             self._loop.add_signal_handler(each, self._interrupt)
         view = self._loop.create_task(self._show_for_ever(), name="view")
         try:
-            await self._named(self.control.run(self.config.steps), "training")
+            await self.crew.within(self.control.run(self.config.steps), "training")
         finally:
             view.cancel()
             for each in (signal.SIGINT, signal.SIGTERM):
@@ -364,12 +314,6 @@ class LocalRun:
             self._loop.remove_signal_handler(each)
         self.control.stop()
 
-    def _on_scored(self, name: str, reward: float) -> None:
-        self.control.on_scored(name, reward)
-
-    def _on_score_failed(self, name: str, why: str) -> None:
-        self.control.on_score_failed(name, why)
-
     def _committed(self, step: int, groups: list[Group]) -> None:
         version = step + 1
         self.record.committed(version, self.seconds)
@@ -379,7 +323,7 @@ class LocalRun:
         let_go(groups)
         every = self.config.evaluation.every
         if every and version % every == 0 and version < self.config.steps:
-            self._children["evaluator"].send(Evaluate())
+            self.crew.send("evaluator", Evaluate(now=self.config.evaluation.when == "during"))
         every = self.config.checkpoints.every
         if every and version % every == 0 and version < self.config.steps:
             self._save(version)
@@ -420,51 +364,43 @@ class LocalRun:
     async def _evaluate(self) -> None:
         """Of the version that is there now; whatever the evaluator was asked before is answered first."""
         version = self.server.ledger.version
-        while not any(each[0] == version for each in self.record.accuracy):
-            self._evaluated.clear()
-            self._children["evaluator"].send(Evaluate())
-            await self._named(self._evaluated.wait(), "evaluation", START_S)
+        while version not in self._evaluated and not any(each[0] == version for each in self.record.accuracy):
+            self._evaluation.clear()
+            self.crew.send("evaluator", Evaluate())
+            await self.crew.within(self._evaluation.wait(), "evaluation", START_S)
 
-    def _save(self, version: int) -> Path:
+    def _save(self, version: int) -> asyncio.Event:
         """The trainer gets this before any word of the next step's end, so it is at this version then."""
-        folder = self.directory.checkpoint(version)
-        state = pack_state(self.server, self.record)
+        folder, state, done = self.directory.checkpoint(version), pack_state(self.server, self.record), asyncio.Event()
+        self._saving[folder] = (version, state, done)
         self.outbox.send(self._trainer.save, folder, {STATE: state})
-        return folder
+        return done
 
     def _prune(self) -> None:
-        keep = self.config.checkpoints.keep
-        whole = sorted(each for each in self.directory.checkpoints.glob("step-*") if (each / STATE).is_file())
-        for folder in whole[: -keep or len(whole)] if keep else []:
-            _remove(folder)
+        """Keep the latest checkpoints only. One is renamed first, so that a half deleted one has no name to go by."""
+        if keep := self.config.checkpoints.keep:
+            for folder in sorted(self.directory.checkpoints.glob("step-*"))[:-keep]:
+                gone = folder.rename(folder.with_name(f".removed-{folder.name}"))
+                shutil.rmtree(gone, ignore_errors=True)
 
     async def _end(self) -> None:
         """The last checkpoint, and how good it is."""
-        version = self.server.ledger.version
-        folder = self._save(version)
-        done = self._saved.setdefault(str(folder), asyncio.Event())
-        await self._named(done.wait(), "last checkpoint", SAVE_S)
+        done = self._save(self.server.ledger.version)
+        await self.crew.within(done.wait(), "last checkpoint", SAVE_S)
         if not self.interrupted:
             await self._evaluate()
 
     async def _close(self) -> None:
-        self._closing = True
-        for task in list(self._restarts):
-            task.cancel()
         self.outbox.close()
-        with suppress(AttributeError):  # it failed before the pool was made
-            await self._pool.close()
-            os.close(self._log)
-        await asyncio.gather(*(child.stop() for child in self._children.values()))
+        await self._pool.close()
+        os.close(self._log)
+        await self.crew.stop()
+        reclaim(self.directory.weights)  # shared memory of a trainer that was killed
         self.journal.on_durable = lambda: None
         await asyncio.to_thread(self.journal.close)
         self._metrics.close()
 
 
-def _remove(folder: Path) -> None:
-    """Renamed first, so that a checkpoint that is half deleted has no name that anyone would resume from."""
-    import shutil
-
-    gone = folder.with_name(f".removed-{folder.name}")
-    folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+def decoder_of(config: Config, model: Path) -> str:
+    """What reward workers make text of tokens with."""
+    return ADDER if config.data.source == ADDER else str(model / "tokenizer.json")

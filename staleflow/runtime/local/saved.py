@@ -1,7 +1,7 @@
 """The control plane's part of a checkpoint: ledger, cursor, every live trajectory with its tokens, and the record.
 
-    also = {STATE: pack_state(server, record)}         # goes into the trainer's checkpoint
-    record = unpack_state((folder / STATE).read_bytes(), server, journal)
+also = {STATE: pack_state(server, record)}         # goes into the trainer's checkpoint
+record = unpack_state((folder / STATE).read_bytes(), server, journal)
 """
 
 from __future__ import annotations

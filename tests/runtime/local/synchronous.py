@@ -84,4 +84,4 @@ def update(plain: Plain, model, optimiser, batch) -> float:
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimiser.step()
-    return float(loss)
+    return loss.item()

@@ -16,8 +16,8 @@ from staleflow.runtime.local.messages import (
     Pushed,
     Stop,
     Submit,
-    ToProcess,
     Told,
+    ToProcess,
     TrainGroup,
     TrainRow,
     Unpacker,
@@ -40,7 +40,13 @@ to_process = st.one_of(
 )
 told = st.builds(Told, names, ints, spans, ints, st.binary(), st.binary())
 loads = st.builds(
-    Load, fences, st.integers(-1, 9), *([ints] * 6), st.none() | st.tuples(ints, ints, st.floats(0, 9)), ints, st.floats(0, 9)
+    Load,
+    fences,
+    st.integers(-1, 9),
+    *([ints] * 6),
+    st.none() | st.tuples(ints, ints, st.floats(0, 9)),
+    ints,
+    st.floats(0, 9),
 )
 from_process = st.one_of(
     st.builds(News, loads, *([st.lists(told, max_size=2)] * 3), st.just([("t", 1, "why")]), st.none() | ints),

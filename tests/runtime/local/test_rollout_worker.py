@@ -1,4 +1,4 @@
-"""However often trajectories are interrupted, moved and told of: every token is told once, in order, with its version."""
+"""However often trajectories are moved and told of: every token is told once, in order, with its version."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,8 +47,8 @@ class Desk:
 
     def __init__(self, count: int) -> None:
         self.tokens: dict[str, list[int]] = {f"t{at}": [] for at in range(count)}
-        self.logprobs: dict[str, bytes] = {name: b"" for name in self.tokens}
-        self.spans: dict[str, Any] = {name: () for name in self.tokens}
+        self.logprobs: dict[str, bytes] = dict.fromkeys(self.tokens, b"")
+        self.spans: dict[str, Any] = dict.fromkeys(self.tokens, ())
         self.epoch = dict.fromkeys(self.tokens, 0)
         self.where: dict[str, int | None] = dict.fromkeys(self.tokens)
         self.finished: set[str] = set()
@@ -179,3 +179,16 @@ def test_a_request_that_the_engine_refuses_is_told_as_failed(folder: Path) -> No
     news = alone.news(everything=False)
     assert news is not None
     assert [name for name, _, _ in news.failed] == ["t0"]
+
+
+def test_what_was_interrupted_and_then_dropped_is_not_told_of(folder: Path) -> None:
+    """The engine still returns it with its next step; by then it may even be here again, in another epoch."""
+    desk, alone = Desk(1), worker(folder)
+    alone.obey(Submit((1, 1, 1), [desk.job("t0")]))
+    alone.step()
+    alone.obey(Interrupt((1, 1, 2), [("t0", 1)]))
+    alone.obey(Abort((1, 1, 3), [("t0", 1)]))
+    alone.obey(Submit((1, 1, 4), [desk.job("t0")]))
+    alone.step()
+    news = alone.news(everything=False)
+    assert news is None or not news.returned
