@@ -32,6 +32,8 @@ class Record:
     """CPU seconds of the control plane."""
     instance_busy_s: float = 0.0
     instance_s: float = 0.0
+    cpu_s: dict[str, float] = field(default_factory=dict[str, float])
+    """By process: CPU seconds while training. That of one that was replaced counts from its last start."""
     violations: int = 0
     accuracy: list[tuple[int, float, float]] = field(default_factory=list[tuple[int, float, float]])
     """(version, seconds when it was made, held-out accuracy)"""
@@ -97,6 +99,7 @@ class Record:
             "mean_staleness": sum(age * count for age, count in ages.items()) / max(1, self.tokens_trained),
             "trajectories_trained": self.trajectories_trained,
             "instance_idle": 1 - self.instance_busy_s / self.instance_s if self.instance_s else 0.0,
+            "cpu_s": self.cpu_s,
             "trainer_busy_s": self.trainer_busy_s,
             "instance_busy_s": self.instance_busy_s,
             "accuracy": [

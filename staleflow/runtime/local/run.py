@@ -291,6 +291,7 @@ class LocalRun:
         if self._checkpoint is not None:
             self.control.recover()
         self._trainer.reset()  # its clock begins now
+        cpu = {name: child.cpu_s for name, child in self.crew.children.items()}
         for each in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(each, self._interrupt)
         view = self._loop.create_task(self._show_for_ever(), name="view")
@@ -306,6 +307,9 @@ class LocalRun:
             self.record.instance_s += len(self.instances) * (time.monotonic() - self._began)
             for port in self.instances.values():
                 self.record.instance_busy_s += port.load.busy_s
+            for name, child in self.crew.children.items():
+                used = child.cpu_s - (cpu[name] if self.crew.lives[name] == 1 else 0.0)
+                self.record.cpu_s[name] = self.record.cpu_s.get(name, 0.0) + used
 
     def _interrupt(self) -> None:
         """Ctrl-C: end in good order. The second one is Python's own."""
