@@ -231,17 +231,21 @@ def document(table: dict[str, Any], options: argparse.Namespace) -> str:
     parts = [
         "# Training with stale data: what it costs, what it brings",
         f"Written by `bench/training.py`: {options.seeds} seeds, {options.steps} steps of 32 groups of 8, two "
-        f"instances and one trainer on {os.cpu_count()} cores ({platform.machine()}). Accuracy is held-out, 512 problems, "
-        "greedy; ± is a 95 % interval over seeds. Every setting has taken its turn in each seed, on the same machine.",
+        f"instances and one trainer on {os.cpu_count()} cores ({platform.machine()}). Accuracy is held-out, 512 "
+        "problems, greedy; ± is a 95 % interval over seeds. Every setting has taken its turn in each seed, on the same "
+        "machine.",
         "## Accuracy against steps",
         _table(
             ["setting", *(f"step {step}" for step in marks), "steps to 90 %"],
-            [[name, *(_accuracy(row, step) for step in marks), _each(row["steps_to_90"], "d")] for name, row in table.items()],
+            [
+                [name, *(_accuracy(row, step) for step in marks), _each(row["steps_to_90"], "d")]
+                for name, row in table.items()
+            ],
         ),
         _verdict(table, options.steps),
         "## Time",
         _table(
-            ["setting", "s/step", "samples/s", "time to 90 % (s), by seed", "CPU s/step", "trainer idle", "control plane"],
+            ["setting", "s/step", "samples/s", "time to 90 % (s), by seed", "CPU s/step", "trainer idle", "control"],
             [
                 [
                     name,
@@ -301,8 +305,8 @@ def _times(table: dict[str, Any]) -> str:
         rollout, training = base["rollout_cpu_s"], base["trainer_cpu_s"]
         limit = (rollout + training) / 2 / (rollout / 2 + training)
         said.append(
-            f"the limit of total CPU work: {limit:.2f}x per step (rollout {rollout:.2f} and training {training:.2f} CPU "
-            "seconds a step, measured with whole batches)"
+            f"the limit of total CPU work: {limit:.2f}x per step (rollout {rollout:.2f} and training {training:.2f} "
+            "CPU seconds a step, measured with whole batches)"
         )
     return "Bound 2, compared: " + "; ".join(said) + "." if said else ""
 
