@@ -178,9 +178,12 @@ def _trainer(config: Config, sizes: Sizes) -> list[Part]:
 
 def _rest(config: Config, sizes: Sizes) -> list[Part]:
     groups = (config.staleness + 1) * (config.groups + config.redundancy)
+    adapters = sizes.adapters(config.training.lora_rank, config.training.lora_targets)
+    moments = 12 * adapters if config.training.lora_rank else 8 * sizes.parameters
+    version = 4 * sizes.parameters + (moments if config.processes.standby else 0)
     tokens = groups * (config.members * config.rollout.max_tokens * PAYLOAD_BYTES + config.longest_prompt * 4)
     return [
-        Part("parameters", "two versions in shared memory", 4 * sizes.parameters, count=2),
+        Part("parameters", "two versions in shared memory", version, count=2),
         Part("trajectories", "tokens, at most", tokens),
         Part("rewards", "workers, about", WORKER, count=config.reward.workers),
         Part("control", "process, about", CONTROL),

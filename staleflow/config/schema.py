@@ -177,6 +177,9 @@ class Processes:
     """Of each compute process; null: chosen by the number of cores."""
     pin: bool = True
     """Keep each process on cores of its own where there are enough."""
+    standby: bool = True
+    """Publish the optimiser's state with each version, in shared memory, so that a trainer that dies is replaced and
+    nothing is lost. Without, its death ends the run, which then goes on from its newest checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def test_exact_parts_are_exact() -> None:
     config = load(None, ["redundancy=2", "extra_members=1"])
     plan = estimate(config, MACHINE)
     parts = {(part.role, part.what.partition(",")[0].removesuffix(" of 2")): part for part in plan.parts}
-    assert parts["instance", "KV memory"].bytes == 16_384 * 2 * 3 * 128 * 4
+    assert parts["instance", "KV memory"].bytes == config.rollout.kv_tokens * 2 * 3 * 128 * 4
     assert parts["instance", "KV memory"].count == 2
     assert parts["trainer", "optimiser"].bytes == 8 * plan.sizes.parameters
     assert parts["trajectories", "tokens"].bytes == 3 * 34 * (9 * 120 * 8 + 4 * 4)

@@ -104,7 +104,7 @@ def _trainer(setup: Setup, link: Link) -> Any:
         revive(trainer, weights)
     elif setup.checkpoint:
         load_checkpoint(trainer, setup.checkpoint)
-    worker = TrainerWorker(trainer, weights, link.send, tokenizer=Path(setup.model))
+    worker = TrainerWorker(trainer, weights, link.send, Path(setup.model), standby=config.processes.standby)
     worker.publish()
     link.send(Ready(trainer.version))
 

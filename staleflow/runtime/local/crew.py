@@ -73,7 +73,8 @@ class Crew:
         def on_end() -> None:
             if not self._stopping and not self.failure.done():
                 ended(child)
-                self._replace(child, hear, ended)
+                if not self.failure.done():
+                    self._replace(child, hear, ended)
 
         await child.start(lambda message: self._hear(child, message, hear), on_end)
         return child
@@ -84,6 +85,13 @@ class Crew:
     def fail(self, why: str | Exception) -> None:
         if not self.failure.done():
             self.failure.set_exception(RunError(why) if isinstance(why, str) else why)
+
+    def died(self, child: Child, what: str) -> None:
+        """The run cannot do without it."""
+        self.fail(
+            f"{what}: {child.last_words()} (see {child.log}); "
+            f"go on with: staleflow train --resume {self._directory.path}"
+        )
 
     async def all_ready(self) -> None:
         await asyncio.gather(*(child.ready.wait() for child in self.children.values()))
@@ -119,10 +127,7 @@ class Crew:
     def _replace(self, child: Child, hear: Hear, ended: Callable[[Child], None]) -> None:
         name = child.name
         if self.lives[name] >= MOST_LIVES:
-            self.fail(
-                f"{name} died {MOST_LIVES} times, last: {child.last_words()} (see {child.log}); "
-                f"go on with: staleflow train --resume {self._directory.path}"
-            )
+            self.died(child, f"{name} died {MOST_LIVES} times, last")
             return
         start = self.start(child.setup.role, name, hear, ended)
         task = asyncio.get_running_loop().create_task(start, name=f"restart of {name}")

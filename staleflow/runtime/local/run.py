@@ -176,7 +176,7 @@ class LocalRun:
         return control
 
     async def _start(self) -> None:
-        await self.crew.start("trainer", "trainer", self._from_trainer, lambda _: None)
+        await self.crew.start("trainer", "trainer", self._from_trainer, self._trainer_ended)
         for at in range(self.config.rollout.instances):
             await self.crew.start("instance", f"i{at}", self._from_instance, self._instance_ended)
         await self.crew.start("evaluator", "evaluator", self._from_evaluator, lambda _: None)
@@ -223,6 +223,10 @@ class LocalRun:
                 if (asked := self._saving.pop(Path(folder), None)) is not None:
                     asked[2].set()
                 self._prune()
+
+    def _trainer_ended(self, child: Child) -> None:
+        if not self.config.processes.standby:
+            self.crew.died(child, "the trainer died, and processes.standby is off")
 
     def _trainer_back(self, version: int) -> None:
         """Another trainer has taken over. What was sent to the dead one was sent to nobody."""

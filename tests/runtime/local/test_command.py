@@ -10,7 +10,7 @@ from staleflow.config import load, to_yaml
 from staleflow.runtime.local.command import told
 from staleflow.runtime.local.directory import RunDirectory
 from staleflow.runtime.local.saved import STATE
-from staleflow.tasks.base_model import Shape, new_model
+from staleflow.tasks.base_model import Shape, new_model, tokenizer
 
 
 def refused(capsys: pytest.CaptureFixture[str], runs: Path, *words: str) -> str:
@@ -53,6 +53,7 @@ def test_a_dataset_without_the_named_column(capsys: pytest.CaptureFixture[str], 
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"question": "1 + 1", "answer": "2"}) + "\n")
     new_model(Shape(hidden=16, intermediate=16, layers=1, heads=2, positions=2048), seed=0).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
     capsys.readouterr()  # what saving the model printed
     words = [f"model={tmp_path}", f"data.source={data}", "data.prompt=prompt", "reward.function=last-number"]
     said = refused(capsys, tmp_path / "runs", *words)
