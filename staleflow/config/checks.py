@@ -47,7 +47,7 @@ def check(config: Config, machine: Machine | None = None) -> None:
 def _check(config: Config, machine: Machine | None) -> None:
     refuse_values(config)
     sizes = sizes_of(config)
-    for problem in mismatches(config):
+    for problem in mismatches(config, sizes.vocabulary):
         raise ConfigError(problem)
     _model(config, sizes)
     _data(config)

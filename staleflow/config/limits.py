@@ -8,6 +8,7 @@ from typing import Any
 
 from staleflow.config.schema import ADDER, Config
 from staleflow.coordinator.strategies import ConfigError
+from staleflow.tasks.adder import VOCABULARY
 
 AT_LEAST: dict[int, tuple[str, ...]] = {
     0: (
@@ -116,10 +117,10 @@ def _data(config: Config) -> Iterator[str]:
         yield "data.held_out and data.held_out_count are both given: leave one out"
 
 
-def mismatches(config: Config) -> Iterator[str]:
+def mismatches(config: Config, vocabulary: int) -> Iterator[str]:
     """Model, data and reward that do not belong together. Asked once it is known that each exists."""
     data = config.data
-    if data.source == ADDER and config.model != ADDER:
+    if data.source == ADDER and config.model != ADDER and vocabulary != len(VOCABULARY):
         yield f"data.source=adder has its own tokens, which model={config.model} does not know: give data.source"
     if config.model == ADDER and data.source != ADDER:
         yield f"model=adder knows nothing but its own task, not data.source={data.source}: give a model"

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from staleflow.coordinator.crowding import fitting_mu
 from staleflow.coordinator.migration import migrate
 from staleflow.coordinator.routing import route
 from staleflow.coordinator.situation import Abort, Command, Interrupt, Pull, Situation, Truncate
@@ -52,11 +53,9 @@ def decide(situation: Situation, strategies: Strategies) -> Decision:
 
 
 def _fitting(situation: Situation, strategies: Strategies) -> Strategies:
-    """Where the longest trajectories set the pace, fresh work starts as soon as it gains anything at all: every second
-    that it waits is a second later for its longest member."""
-    if strategies.adapt and situation.pace.tail_bound(situation.max_staleness):
-        return replace(strategies, mu=0.0)
-    return strategies
+    """With ``adapt``, as full as the run's own lengths and pace ask for; as configured until these are known."""
+    mu = fitting_mu(situation) if strategies.adapt else None
+    return strategies if mu is None else replace(strategies, mu=mu)
 
 
 def _with_pulls(situation: Situation, pulls: Sequence[Pull]) -> Situation:

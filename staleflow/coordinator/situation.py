@@ -28,10 +28,6 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 
-TAIL_SHARE = 0.9
-"""How near the steps must be to the law's tail term for the run to count as tail-bound."""
-
-
 @dataclass(frozen=True, slots=True)
 class InstanceView:
     """One instance, with the commands issued to it counted in. ``version`` is the one after any pull in progress."""
@@ -145,15 +141,12 @@ class Pace:
 
     step_s: float = 0.0
     """Time between two versions."""
-    tail_s: float = 0.0
-    """Time from publishing a version to the end of the longest trajectory started under it."""
     mean_tokens: float = 0.0
     """Output tokens of a finished trajectory."""
-
-    def tail_bound(self, max_staleness: int) -> bool:
-        """Whether the longest trajectories set the pace: by the law, ``max_staleness + 1`` steps last at least as long
-        as they do, and if steps last hardly longer, neither the fleet nor the trainer is what the run waits for."""
-        return self.step_s > 0 and self.tail_s >= TAIL_SHARE * (max_staleness + 1) * self.step_s
+    grown_tokens: float = 0.0
+    """Output tokens that a running trajectory has, in the mean over time: long ones run for longer."""
+    longest_tokens: float = 0.0
+    """Output tokens of the longest trajectory started under a version."""
 
 
 @dataclass(slots=True)
@@ -172,6 +165,8 @@ class Situation:
     """Time for one instance to pull, by the latest measurement."""
     group_size: int
     max_staleness: int = 1
+    batch_size: int = 0
+    """Groups for each step; 0 if unknown."""
     pace: Pace = field(default_factory=Pace)
     blockers: list[Resident] = field(default_factory=list["Resident"])
     """Unfinished trajectories of the groups that the open step waits for."""

@@ -24,7 +24,7 @@ class Strategies:
     mu: float = 0.1
     """Waterfall: the least marginal gain worth having, as a share of what an empty instance would gain."""
     adapt: bool = True
-    """Waterfall: take mu for 0 while the longest trajectories, and not throughput, set the pace."""
+    """Waterfall: derive mu from the run's own lengths as soon as they are known; until then it is the one given."""
     headroom: int = 256
     """Tokens of KV memory kept free for each placed trajectory to grow into."""
     horizon: float = 0.1

@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 from staleflow.tasks.sources import load_function
 from staleflow.tasks.task import Problem, TaskError
 
+BAD_REWARD = "the reward is "
+"""How an answer begins that says: the function returns something that cannot be a reward."""
+
 
 class Response(NamedTuple):
     text: str
@@ -54,15 +57,15 @@ def checked(value: Any) -> float:
         try:
             value = value.item()
         except (ValueError, RuntimeError):
-            raise RewardError("the reward is an array of several numbers: return one") from None
+            raise RewardError(f"{BAD_REWARD}an array of several numbers: return one") from None
     if not isinstance(value, int | float):
-        raise RewardError(f"the reward is {_short(value)}, a {type(value).__name__}: return a number")
+        raise RewardError(f"{BAD_REWARD}{_short(value)}, a {type(value).__name__}: return a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RewardError(f"the reward is {number}: return a finite number")
+        raise RewardError(f"{BAD_REWARD}{number}: return a finite number")
     return number
 
 

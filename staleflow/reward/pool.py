@@ -5,33 +5,28 @@ event loop that started the pool. A worker that does not answer within ``timeout
 started, one that dies is replaced; either costs the response it was busy with one failure, and no other response
 anything. Asking again is the control plane's business (``runtime/scoring.py``)::
 
-    pool = RewardPool("my_module:reward", Settings(workers=2), on_reward, on_failure)
+    pool = RewardPool("my_module:reward", Settings(workers=2), on_reward, on_failure, decoder="tokenizer.json")
     await pool.start()                              # RewardError if the function cannot be loaded
-    pool.submit("p0/0", problem, Response("42"))
+    pool.submit("p0/0", problem, tokens)            # the worker makes text of them
     await pool.close()
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from itertools import count
-from typing import IO
+from typing import IO, Any
 
-import msgspec
-
-from staleflow.reward.function import Response, RewardError
-from staleflow.reward.wire import HEAD, Answer, Job, pack, size, unpack
+from staleflow.reward.function import RewardError
+from staleflow.reward.process import Due, Worker
+from staleflow.reward.wire import Answer, Job, pack
 from staleflow.servers.lifecycle import Trajectory
 from staleflow.tasks.task import Problem
 
-Process = asyncio.subprocess.Process
 MOST_AHEAD = 32
 """Responses that are sent to one worker before it has answered the first."""
 
@@ -59,7 +54,9 @@ class RewardPool:
         on_reward: Callable[[str, float], None],
         on_failure: Callable[[str, str], None],
         stderr: int | IO[bytes] | None = None,
+        decoder: str = "",
     ) -> None:
+        """``decoder``: what makes text of tokens in the workers (``load_decoder`` in worker.py); "" if nothing does."""
         self.spec = spec
         self.settings = settings
         self.replaced = 0
@@ -67,10 +64,16 @@ class RewardPool:
         self._on_reward = on_reward
         self._on_failure = on_failure
         self._stderr = stderr
+        self._decoder = decoder
         self._numbers = count()
         self._asked: dict[str, Job] = {}
-        self._queue: asyncio.Queue[tuple[str, Job]] = asyncio.Queue()
-        self._serving: list[asyncio.Task[None]] = []
+        self._queue: deque[Due] = deque()
+        self._idle: list[Worker] = []
+        self._workers: set[Worker] = set()
+        """All that live or are being started; no more than there may be."""
+        self._changes: set[asyncio.Task[None]] = set()
+        """Workers that are being started or ended."""
+        self._dispatching = False
 
     @property
     def pending(self) -> int:
@@ -78,18 +81,17 @@ class RewardPool:
         return len(self._asked)
 
     async def start(self) -> None:
-        """Start one worker, so that a function that cannot be loaded is known at once, then the others as needed."""
-        first = await self._spawn()
-        for process in (first, *[None] * (self.settings.workers - 1)):
-            self._serving.append(asyncio.create_task(self._serve(process)))
+        """Start one worker, so that a function that cannot be loaded is known at once; the others as needed."""
+        await self._start(self._new())
 
-    def submit(self, name: str, problem: Problem, response: Response) -> None:
-        """Score it. A name that is asked for already is not asked for twice."""
+    def submit(self, name: str, problem: Problem, tokens: bytes = b"", text: str = "") -> None:
+        """Score the response with these tokens (little-endian int32). Where workers have no decoder, ``text`` is its
+        text. A name that is asked for already is not asked for twice."""
         if name in self._asked:
             return
-        job = Job(next(self._numbers), problem.prompt, response.text, response.tokens, dict(problem.facts))
-        self._asked[name] = job
-        self._queue.put_nowait((name, job))
+        job = self._asked[name] = Job(next(self._numbers), problem.prompt, dict(problem.facts), tokens, text)
+        self._queue.append(Due(name, job))
+        self._soon()
 
     def withdraw(self, name: str) -> None:
         """Its score is not wanted any more: nobody will be called."""
@@ -98,147 +100,136 @@ class RewardPool:
     async def close(self) -> None:
         """Stop every worker. What was not scored stays unanswered."""
         self._asked.clear()
-        for task in self._serving:
+        self._queue.clear()
+        for task in self._changes:
             task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
-        self._serving.clear()
+        await asyncio.gather(*self._changes, *(worker.end() for worker in self._workers), return_exceptions=True)
+        self._workers.clear()
+        self._idle.clear()
 
-    # One worker's place in the pool
+    # Workers tell
 
-    async def _serve(self, process: Process | None) -> None:
-        try:
-            while True:
-                due = await self._due()
-                try:
-                    process = process or await self._spawn()
-                    self._send(process, due)
-                    while due:
-                        name, job = due[0]
-                        self._answer(name, job, await self._hear(process, job))
-                        due.popleft()
-                except _WorkerLostError as lost:
-                    process = await self._end(process)
-                    self.replaced += 1
-                    self._give_up(due, str(lost))
-                except (RewardError, OSError) as error:
-                    self._give_up(due, str(error))
-        finally:
-            await self._end(process)
-
-    async def _due(self) -> deque[tuple[str, Job]]:
-        """The next responses for one worker: its share of those that wait, so that they cost one system call."""
-        due = deque([await self._queue.get()])
-        most = min(MOST_AHEAD, 1 + self._queue.qsize() // self.settings.workers)
-        while len(due) < most and not self._queue.empty():
-            due.append(self._queue.get_nowait())
-        return deque(each for each in due if self._asked.get(each[0]) is each[1])
-
-    def _give_up(self, due: deque[tuple[str, Job]], why: str) -> None:
-        """The first of them has failed; the others were only waiting behind it."""
-        if due:
-            name, job = due.popleft()
-            self._answer(name, job, Answer(job.number, why=why))
-        for each in due:
-            self._queue.put_nowait(each)
-
-    def _answer(self, name: str, job: Job, answer: Answer) -> None:
+    def answered(self, due: Due, answer: Answer) -> None:
+        name, job = due
         if self._asked.get(name) is not job:
             return
         del self._asked[name]
-        # Not called from here: an error of the listener must not stop this worker.
-        loop = asyncio.get_running_loop()
-        if answer.reward is None:
-            loop.call_soon(self._on_failure, name, answer.why or "the reward worker gave no reason")
-        else:
-            loop.call_soon(self._on_reward, name, answer.reward)
+        try:
+            if answer.reward is None:
+                self._on_failure(name, answer.why or "the reward worker gave no reason")
+            else:
+                self._on_reward(name, answer.reward)
+        except Exception as error:  # of the listener: it must not stop the worker
+            context = {"message": f"the answer for {name} was not heard", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
 
-    def _send(self, process: Process, due: deque[tuple[str, Job]]) -> None:
-        """One that cannot be sent is answered here, and only the others go."""
-        assert process.stdin is not None
-        for name, job in list(due):
+    def idle(self, worker: Worker) -> None:
+        self._idle.append(worker)
+        if self._queue:
+            self._dispatch()
+
+    def lost(self, worker: Worker, why: str) -> None:
+        self._change(self._replace(worker, why))
+
+    # Within
+
+    def _soon(self) -> None:
+        """What is submitted in one go is sent in one go."""
+        if not self._dispatching:
+            self._dispatching = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._dispatching = False
+        if not self._idle:
+            for worker in tuple(self._workers):
+                worker.look()
+        while self._queue and self._idle:
+            due = self._next()
+            if frame := self._frame(due):
+                self._idle.pop().give(due, frame)
+        if self._queue and len(self._workers) < self.settings.workers:
             try:
-                process.stdin.write(pack(job))
-            except (TypeError, ValueError, OverflowError) as error:
-                why = f"the problem cannot be sent to a reward worker ({error}): keep to JSON values"
-                self._answer(name, job, Answer(job.number, why=why))
-                due.remove((name, job))
+                self._change(self._add(self._new()))
+            except OSError as error:
+                self._give_up(self._next(), f"no reward worker could be started ({error})")
 
-    async def _hear(self, process: Process, job: Job) -> Answer:
+    def _next(self) -> deque[Due]:
+        """The next responses for one worker: its share of those that wait, so that they cost one system call."""
+        most = min(MOST_AHEAD, 1 + (len(self._queue) - 1) // self.settings.workers)
+        taken = [self._queue.popleft() for _ in range(most)]
+        return deque(each for each in taken if self._asked.get(each.name) is each.job)
+
+    def _frame(self, due: deque[Due]) -> bytes:
+        """All jobs as one message. What cannot be sent is answered here and is no longer due."""
         try:
-            async with asyncio.timeout(self.settings.timeout_s):
-                answer = await _answer_of(process)
-        except TimeoutError:
-            raise _WorkerLostError(f"the reward took more than {self.settings.timeout_s:g} s") from None
-        if answer.number != job.number:
-            raise _WorkerLostError(f"a reward worker answered {answer.number} and was asked {job.number}")
-        return answer
+            return pack([each.job for each in due]) if due else b""
+        except (TypeError, ValueError, OverflowError):
+            for each in list(due):
+                try:
+                    pack([each.job])
+                except (TypeError, ValueError, OverflowError) as error:
+                    why = f"the problem cannot be sent to a reward worker ({error}): keep to JSON values"
+                    due.remove(each)
+                    self.answered(each, Answer(each.job.number, why=why))
+            return pack([each.job for each in due]) if due else b""
 
-    async def _spawn(self) -> Process:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "staleflow.reward.worker", self.spec, str(self.settings.timeout_s)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=self._stderr,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-            start_new_session=True,  # so that what the reward function starts can be killed with it
-        )
-        why = ""
+    def _give_up(self, due: deque[Due], why: str) -> None:
+        """The first of them has failed; the others were only waiting behind it."""
+        if due:
+            failed = due.popleft()
+            self.answered(failed, Answer(failed.job.number, why=why))
+        self._queue.extend(due)
+        if self._queue:
+            self._soon()
+
+    def _change(self, change: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+
+    def _new(self) -> Worker:
+        settings = self.settings
+        command = (sys.executable, "-m", "staleflow.reward.worker", self.spec, f"{settings.timeout_s}", self._decoder)
+        worker = Worker(command, self._stderr, settings.timeout_s, self)
+        self._workers.add(worker)
+        return worker
+
+    async def _start(self, worker: Worker) -> None:
         try:
-            async with asyncio.timeout(self.settings.start_timeout_s):
-                why = (await _answer_of(process)).why
-        except TimeoutError:
-            why = f"reward {self.spec!r} was not loaded within {self.settings.start_timeout_s:g} s"
-        except _WorkerLostError as lost:
-            why = f"reward {self.spec!r} cannot be loaded: {lost}"
-        except asyncio.CancelledError:
-            await self._end(process)
-            raise
-        if why:
-            await self._end(process)
-            raise RewardError(why)
-        return process
+            await worker.ready(self.settings.start_timeout_s)
+        except RewardError as error:
+            await worker.end()
+            self._workers.discard(worker)
+            raise RewardError(f"reward {self.spec!r}: {error}") from None
+        self.idle(worker)
 
-    async def _end(self, process: Process | None) -> None:
-        if process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+    async def _add(self, worker: Worker) -> None:
+        """One more worker. If there cannot be one, the first response that waits for it has failed."""
+        try:
+            await self._start(worker)
+        except RewardError as error:
+            self._give_up(self._next(), str(error))
+
+    async def _replace(self, worker: Worker, why: str) -> None:
+        why = why or await worker.last_words()
+        await worker.end()
+        self._workers.discard(worker)
+        self.replaced += 1
+        self._give_up(worker.due, why)
 
 
 class PoolPort:
     """The pool as the control plane's ``RewardPort``: looks up what a trajectory is made of and submits it."""
 
-    def __init__(
-        self,
-        pool: RewardPool,
-        problem: Callable[[int], Problem],
-        tokens: Callable[[str], Sequence[int]],
-        decode: Callable[[Sequence[int]], str],
-    ) -> None:
+    def __init__(self, pool: RewardPool, problem: Callable[[int], Problem], tokens: Callable[[str], bytes]) -> None:
+        """``tokens``: the token ids of a trajectory, by name, as little-endian int32."""
         self._pool = pool
         self._problem = problem
         self._tokens = tokens
-        self._decode = decode
 
     def score(self, trajectory: Trajectory) -> None:
         if trajectory.state != "generated":
             return  # its group was given up meanwhile
-        tokens = tuple(int(token) for token in self._tokens(trajectory.name))
-        problem = self._problem(trajectory.group.prompt)
-        self._pool.submit(trajectory.name, problem, Response(self._decode(tokens), tokens))
-
-
-class _WorkerLostError(Exception):
-    """The worker is of no use any more."""
-
-
-async def _answer_of(process: Process) -> Answer:
-    assert process.stdout is not None
-    try:
-        head = await process.stdout.readexactly(HEAD)
-        return unpack(await process.stdout.readexactly(size(head)), Answer)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        raise _WorkerLostError(f"the reward worker ended with exit code {await process.wait()}") from None
-    except (ValueError, msgspec.MsgspecError) as error:
-        raise _WorkerLostError(f"the reward worker answered nonsense ({error})") from None
+        name = trajectory.name
+        self._pool.submit(name, self._problem(trajectory.group.prompt), self._tokens(name))

@@ -1,50 +1,75 @@
-"""A reward worker: ``python -m staleflow.reward.worker SPEC TIMEOUT_S``; jobs on standard input, answers on output.
+"""A reward worker: ``python -m staleflow.reward.worker SPEC TIMEOUT_S DECODER``; jobs on standard input, answers on
+output.
 
-One job at a time; every job is answered, with a reward or with why there is none. What the reward function prints goes
-to standard error, so that it cannot be taken for an answer. When the pool is gone, so is the worker, even if the reward
-function never returns::
+One job at a time; every job is answered at once, with a reward or with why there is none. What the reward function
+prints goes to standard error, so that it cannot be taken for an answer. When the pool is gone, so is the worker, even
+if the reward function never returns::
 
-    process = subprocess.Popen([sys.executable, "-m", "staleflow.reward.worker", "exact-match", "10"], ...)
-    process.stdin.write(pack(job))
+    process = subprocess.Popen([sys.executable, "-m", "staleflow.reward.worker", "exact-match", "10", ""], ...)
+    process.stdin.write(pack([job]))
 """
 
 import asyncio
 import inspect
 import os
+import struct
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
-from typing import BinaryIO
 
 from staleflow.reward.function import Response, Reward, RewardError, checked, load_reward
-from staleflow.reward.wire import HEAD, Answer, Job, pack, size, unpack
+from staleflow.reward.wire import READY, Answer, Frames, Job, pack
 from staleflow.tasks.task import Problem, TaskError
 
-READY = -1
+PIECE = 1 << 20
+
+Decode = Callable[[Sequence[int]], str]
 
 
-def main(spec: str, timeout_s: float) -> None:
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+def main(spec: str, timeout_s: float, decoder: str) -> None:
+    jobs_in, answers = os.dup(0), os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that what the reward function starts reads no jobs
     os.dup2(2, 1)
     try:
-        reward = load_reward(spec, timeout_s)
+        reward, decode = load_reward(spec, timeout_s), load_decoder(decoder)
     except Exception as error:
         answers.write(pack(Answer(READY, why=_line(error))))
         return
     jobs: SimpleQueue[Job] = SimpleQueue()
-    Thread(target=_read, args=(sys.stdin.buffer, jobs), daemon=True).start()
+    Thread(target=_read, args=(jobs_in, jobs), daemon=True).start()
     answers.write(pack(Answer(READY, reward=0.0)))
     with asyncio.Runner() as runner:
         while True:
-            answers.write(pack(score(reward, jobs.get(), runner)))
+            answers.write(pack(score(reward, decode, jobs.get(), runner)))
 
 
-def score(reward: Reward, job: Job, runner: asyncio.Runner) -> Answer:
+def load_decoder(decoder: str) -> Decode | None:
+    """How tokens become text: "adder", the path of a ``tokenizer.json``, or "" where responses come with theirs."""
+    if not decoder:
+        return None
+    if decoder == "adder":
+        from staleflow.tasks.adder import text
+
+        return text
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(decoder)
+    except Exception as error:  # the library raises plain Exception
+        raise RewardError(f"{decoder} cannot be read ({error}): save a fast tokenizer with the model") from None
+    return lambda tokens: tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+def score(reward: Reward, decode: Decode | None, job: Job, runner: asyncio.Runner) -> Answer:
     async def awaited(value: object) -> object:
         return await value if inspect.isawaitable(value) else value
 
     try:
-        value: object = reward(Problem(job.prompt, job.facts), Response(job.text, job.tokens))
+        tokens: tuple[int, ...] = struct.unpack(f"<{len(job.tokens) // 4}i", job.tokens)
+        response = Response(job.text if decode is None else decode(tokens), tokens)
+        value: object = reward(Problem(job.prompt, job.facts), response)
         if inspect.isawaitable(value):
             value = runner.run(awaited(value))
         return Answer(job.number, reward=checked(value))
@@ -52,10 +77,14 @@ def score(reward: Reward, job: Job, runner: asyncio.Runner) -> Answer:
         return Answer(job.number, why=_line(error))
 
 
-def _read(stream: BinaryIO, jobs: "SimpleQueue[Job]") -> None:
+def _read(stream: int, jobs: "SimpleQueue[Job]") -> None:
     """In a thread of its own: it must notice the end of the pool while the reward function is busy."""
-    while len(head := stream.read(HEAD)) == HEAD:
-        jobs.put(unpack(stream.read(size(head)), Job))
+    frames = Frames(list[Job])
+    with suppress(OSError):  # the pool was killed
+        while data := os.read(stream, PIECE):
+            for together in frames.feed(data):
+                for job in together:
+                    jobs.put(job)
     os._exit(0)
 
 
@@ -65,4 +94,4 @@ def _line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], float(sys.argv[2]), sys.argv[3])

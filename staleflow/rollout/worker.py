@@ -15,7 +15,7 @@ not take a group for untouched that has tokens of an older version.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,7 +69,8 @@ class _Untold:
     finished: list[Told] = field(default_factory=list[Told])
     returned: list[Told] = field(default_factory=list[Told])
     failed: list[tuple[str, int, str]] = field(default_factory=list[tuple[str, int, str]])
-    progress: list[Told] = field(default_factory=list[Told])
+    progress: dict[str, Told] = field(default_factory=dict[str, Told])
+    """By trajectory: a message says one thing of each."""
     pulled: int | None = None
 
     @property
@@ -126,11 +127,12 @@ class RolloutWorker:
     def news(self, everything: bool) -> News | None:
         """What to tell: what somebody waits for, and if ``everything``, the tokens of those that go on."""
         if everything:
-            self._untold.progress += self._progress()
+            self._tell(name for name, held in self._held.items() if held.tokens)
         elif not self._untold.any:
             return None
         untold, self._untold = self._untold, _Untold()
-        return News(self._load(), untold.finished, untold.returned, untold.progress, untold.failed, untold.pulled)
+        progress = list(untold.progress.values())
+        return News(self._load(), untold.finished, untold.returned, progress, untold.failed, untold.pulled)
 
     def _submit(self, jobs: list[Job]) -> None:
         self._abort([job.trajectory for job in jobs if job.trajectory in self._held])
@@ -162,11 +164,14 @@ class RolloutWorker:
 
     def _pull(self, version: int) -> None:
         """Which trajectories have tokens of the old version is told together with the news of the new one."""
-        self._untold.progress += [held.tell(name) for name, held in self._held.items() if held.tokens and not held.told]
+        self._tell(name for name, held in self._held.items() if held.tokens and not held.told)
         self._untold.pulled = self.engine.pull(self.weights, version)
 
-    def _progress(self) -> list[Told]:
-        return [held.tell(name) for name, held in self._held.items() if held.tokens]
+    def _tell(self, names: Iterable[str]) -> None:
+        for name in names:
+            told = self._held[name].tell(name)
+            before = self._untold.progress.pop(name, None)
+            self._untold.progress[name] = _joined(before, told)
 
     def _left(self, results: list[Result]) -> list[Told]:
         """Those that have left the engine, but for what was interrupted first and then dropped before it had left."""
@@ -174,7 +179,8 @@ class RolloutWorker:
         for name, epoch, _, tokens, logprobs, spans, _ in results:
             if self._holds(name, epoch):
                 known = self._held.pop(name).told
-                told.append(_told(name, epoch, spans, known, tokens[known:], logprobs[known:]))
+                rest = _told(name, epoch, spans, known, tokens[known:], logprobs[known:])
+                told.append(_joined(self._untold.progress.pop(name, None), rest))
         return told
 
     def _fail(self, failed: Failed) -> None:
@@ -232,6 +238,20 @@ def serve(worker: RolloutWorker, link: Link, clock: Callable[[], float] = time.m
 def draw_seed(seed: int, trajectory: str) -> int:
     """Which random numbers a trajectory draws: the same wherever it runs and however often it is moved."""
     return digest("draw", seed, trajectory) >> 1
+
+
+def _joined(before: Told | None, told: Told) -> Told:
+    """What has not been sent yet and what has come since, as one."""
+    if before is None or before.epoch != told.epoch:
+        return told
+    return Told(
+        told.trajectory,
+        told.epoch,
+        told.spans,
+        before.start,
+        before.tokens + told.tokens,
+        before.logprobs + told.logprobs,
+    )
 
 
 def _told(name: str, epoch: int, spans: Spans, start: int, tokens: list[int], logprobs: list[float]) -> Told:

@@ -82,9 +82,7 @@ class ControlPlane:
         self.filter: Callable[[Group], str | None] = lambda _: None
         """Why a complete group is not worth training on, if it is not (no learning signal, say)."""
         self._prompts = prompts
-        self._scoring = Scoring(
-            rewards, settings.reward_timeout_s, settings.reward_tries, self._not_scored
-        )
+        self._scoring = Scoring(rewards, settings.reward_timeout_s, settings.reward_tries, self._not_scored)
         self._feed = Feed(server, trainer, settings.strategies.consume, self._drop)
         self._work = asyncio.Event()
         self._done = asyncio.Event()
@@ -193,7 +191,7 @@ class ControlPlane:
         for name, epoch, spans in report.finished:
             if self._believe(member, self.server.generated, name, epoch, spans, chunks.get(name)):
                 trajectory = self.server.trajectories[name]
-                self.gauge.finished(trajectory.generated, trajectory.group.version or 0, self._now())
+                self.gauge.finished(trajectory.generated, trajectory.group.version or 0)
                 self._scoring.ask(trajectory)
                 self._truncating.discard(name)
                 member.residents.pop(name, None)

@@ -31,9 +31,11 @@ class Scoring:
 
     def ask(self, trajectory: Trajectory, tries: int = 1) -> None:
         expires = asyncio.get_running_loop().time() + self._timeout_s
-        self._asked.pop(trajectory.name, None)  # so that the dictionary stays in the order of expiry
+        if tries > 1:
+            self._asked.pop(trajectory.name, None)  # so that the dictionary stays in the order of expiry
         self._asked[trajectory.name] = _Asked(trajectory, tries, expires)
-        self._arm()
+        if self._timer is None:
+            self._arm()
         self._port.score(trajectory)
 
     def answered(self, name: str) -> bool:

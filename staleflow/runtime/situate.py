@@ -17,15 +17,35 @@ MOST_QUEUED = 4096
 
 
 @dataclass(slots=True)
+class Lengths:
+    """Output tokens of the trajectories of one version."""
+
+    count: int = 0
+    total: int = 0
+    squares: int = 0
+    longest: int = 0
+
+    def add(self, tokens: int) -> None:
+        self.count += 1
+        self.total += tokens
+        self.squares += tokens * tokens
+        self.longest = max(self.longest, tokens)
+
+
+@dataclass(slots=True)
 class Gauge:
-    """Moving averages of how the run goes, from what has been observed."""
+    """Moving averages of how the run goes, from what has been observed.
+
+    Lengths are averaged over all trajectories of a version, once the last one has ended: short ones end first.
+    """
 
     pull_s: float
     step_s: float = 0.0
     mean_tokens: float = 0.0
-    tail_s: float = 0.0
+    grown_tokens: float = 0.0
+    longest_tokens: float = 0.0
     _published: dict[int, float] = field(default_factory=lambda: {0: 0.0})
-    _tails: dict[int, float] = field(default_factory=dict[int, float])
+    _lengths: dict[int, Lengths] = field(default_factory=lambda: {0: Lengths()})
     _pulls: dict[str, float] = field(default_factory=dict[str, float])
 
     def pull_started(self, instance: str, now: float) -> None:
@@ -40,18 +60,21 @@ class Gauge:
         if version - 1 in self._published:
             self.step_s = blend(self.step_s, now - self._published[version - 1], 0.3)
         self._published[version] = now
+        self._lengths[version] = Lengths()
         over = version - 1 - max_staleness
         self._published.pop(over, None)
-        if (tail := self._tails.pop(over, None)) is not None:
-            self.tail_s = blend(self.tail_s, tail, 0.3)
+        if (ended := self._lengths.pop(over, None)) is not None and ended.count:
+            self.mean_tokens = blend(self.mean_tokens, ended.total / ended.count, 0.3)
+            self.grown_tokens = blend(self.grown_tokens, ended.squares / (2 * ended.total), 0.3)
+            self.longest_tokens = blend(self.longest_tokens, float(ended.longest), 0.3)
 
-    def finished(self, tokens: int, version: int, now: float) -> None:
-        self.mean_tokens = blend(self.mean_tokens, float(tokens), 0.01)
-        if version in self._published:
-            self._tails[version] = now - self._published[version]
+    def finished(self, tokens: int, version: int) -> None:
+        """A trajectory of a group of ``version`` has ended."""
+        if version in self._lengths:
+            self._lengths[version].add(tokens)
 
     def pace(self) -> Pace:
-        return Pace(step_s=self.step_s, tail_s=self.tail_s, mean_tokens=self.mean_tokens)
+        return Pace(self.step_s, self.mean_tokens, self.grown_tokens, self.longest_tokens)
 
 
 @dataclass(slots=True)
@@ -106,18 +129,19 @@ def situate(
 ) -> Situation:
     """One consistent picture of this moment."""
     ledger, fleet = server.ledger, table.refresh(now)
-    free = np.where(fleet.alive, np.maximum(0, fleet.max_running - fleet.running), 0)
-    versions = {int(version) for version in np.unique(fleet.version) if version >= 0} | {ledger.version}
+    free = np.maximum(0, fleet.max_running - fleet.running) @ fleet.alive
+    versions = {version for version in fleet.version.tolist() if version >= 0} | {ledger.version}
     return Situation(
         now=now,
         newest=ledger.version,
         fleet=fleet,
-        queue=line.queue(server, min(MOST_QUEUED, int(free.sum()))),
+        queue=line.queue(server, min(MOST_QUEUED, int(free))),
         room={version: ledger.room(version) for version in versions},
         cost=cost,
         pull_s=gauge.pull_s,
         group_size=server.group_size,
         max_staleness=ledger.max_staleness,
+        batch_size=ledger.batch_size,
         pace=gauge.pace(),
         blockers=blockers(server, table.rows, blocking.groups)
         if len(blocking.groups) <= strategies.tail_groups

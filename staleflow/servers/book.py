@@ -142,6 +142,8 @@ class Book:
         trajectory.stamp(spans)
         trajectory.instance = None
         self._resuming.pop(name, None)
+        if self.payloads is not None:
+            self.payloads.seal(name)
 
     def _on_score(self, name: str, reward: float) -> None:
         trajectory = self.trajectories[name]

@@ -27,7 +27,7 @@ import threading
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -44,14 +44,13 @@ RETRY_S = 1.0
 """A disk that was full is tried again this often."""
 
 
-class _Append(NamedTuple):
-    event: Event
-    kept: tuple[str, Chunk] | None
-    dropped: Sequence[str]
+_Append = tuple[Event, Named | None, Sequence[str]]
+"""An event, the payload that came with it, and the names whose payload it made needless."""
 
 
-class _Snapshot(NamedTuple):
-    body: bytes
+class _Snapshot:
+    def __init__(self, body: bytes) -> None:
+        self.body = body
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -115,7 +114,7 @@ class DurableJournal:
         if self._closed:
             raise JournalError(f"the journal {self.path} is closed: {event[0]} cannot be written any more")
         self.position += 1
-        self._queue.append(_Append(event, kept, dropped))
+        self._queue.append((event, kept, dropped))
         if self._lazy_s is None:
             self.hurry()
 
@@ -163,7 +162,7 @@ class DurableJournal:
                 raise JournalError(self.trouble) from error
             self.trouble = None
             with self._grown:
-                self.durable += sum(isinstance(each, _Append) for each in self._writing)
+                self.durable += sum(not isinstance(each, _Snapshot) for each in self._writing)
                 self._grown.notify_all()
             self._writing = []
         self.on_durable()
@@ -195,9 +194,10 @@ class DurableJournal:
                     self._wake.clear()
 
     def _write(self, batch: list[_Append | _Snapshot]) -> None:
-        appends = [each for each in batch if isinstance(each, _Append)]
-        chunks = [each.kept for each in appends if each.kept is not None]
-        rows, live = self._after(chunks, [name for each in appends for name in each.dropped])
+        appends = [each for each in batch if not isinstance(each, _Snapshot)]
+        chunks = [kept for _, kept, _ in appends if kept is not None]
+        dropped = [name for _, _, names in appends for name in names]
+        rows, live = self._after(chunks, dropped)
         place = self._files.write(chunks) if live.get(self._next_row) else None
         needless = [row for row, count in live.items() if not count]
         db = self._db
@@ -206,8 +206,8 @@ class DurableJournal:
             events: list[Event] = []
             position = self.durable
             for each in batch:
-                if isinstance(each, _Append):
-                    events.append(each.event)
+                if not isinstance(each, _Snapshot):
+                    events.append(each[0])
                     continue
                 position = self._insert_events(position, events)
                 events = []
@@ -227,9 +227,8 @@ class DurableJournal:
             self._files.keep(place)
             self._next_row += 1
         self._rows.update(rows)
-        for each in appends:
-            for name in each.dropped:
-                self._rows.pop(name, None)
+        for name in dropped:
+            self._rows.pop(name, None)
         self._live.update(live)
         self._forget(needless)
 
@@ -329,8 +328,9 @@ def _one_transaction(queue: list[_Append | _Snapshot]) -> int:
     """How many from the front of the queue to write at once: much shares a sync, but nobody waits for too much."""
     size = 0
     for count, each in enumerate(queue, 1):
-        if isinstance(each, _Append) and each.kept is not None:
-            size += len(each.kept[1].tokens) + len(each.kept[1].logprobs)
+        if not isinstance(each, _Snapshot) and each[1] is not None:
+            _, chunk = each[1]
+            size += len(chunk.tokens) + len(chunk.logprobs)
             if size >= TRANSACTION_BYTES:
                 return count
     return len(queue)

@@ -14,8 +14,10 @@ that was admitted is ever refused for want of memory, and the limit is never pas
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -24,8 +26,10 @@ import numpy.typing as npt
 TOKEN = np.dtype("<i4")
 LOGPROB = np.dtype("<f4")
 TOKEN_BYTES = TOKEN.itemsize + LOGPROB.itemsize
-LOGPROB_SLACK = 1e-3
-"""A log-probability may come out a little above zero by rounding."""
+LOGPROB_SLACK = float(np.float32(1e-3))
+"""A log-probability may come out a little above zero by rounding. (Itself a float32: all comparisons agree.)"""
+FEW_BYTES = 1024 if sys.byteorder == "little" else 0
+"""Up to here Python's own loops are faster than calling numpy."""
 
 
 class BadReportError(ValueError):
@@ -79,13 +83,15 @@ class Limits:
 
 
 class _Held:
-    """The arrays of one trajectory: one piece once it has ended, as they came until then."""
+    """The arrays of one trajectory: as they came, and one piece once somebody has asked for them."""
 
-    __slots__ = ("limit", "logprobs", "tokens")
+    __slots__ = ("limit", "logprobs", "size", "tokens")
 
     def __init__(self, limit: int) -> None:
         self.tokens: bytes | list[bytes] = b""
         self.logprobs: bytes | list[bytes] = b""
+        self.size = 0
+        """Bytes of both."""
         self.limit = limit
         """Bytes it may grow to; 0 once it will not grow."""
 
@@ -122,7 +128,7 @@ class Payloads:
                 f"prompt {prompt} has {count} tokens, {length} were announced and 1 to max_prompt_tokens="
                 f"{self.limits.max_prompt_tokens} are allowed: raise that, or leave the prompt out"
             )
-        self._check_ids(f"prompt {prompt}", ids)
+        self._check_ids("prompt", prompt, ids)
         return ids
 
     # Growth
@@ -149,15 +155,15 @@ class Payloads:
             )
         if (again := known - chunk.start) > 0:
             self._check_same(name, chunk, again)
-        news = chunk.after(known)
-        self._check_ids(f"trajectory {name}", news.tokens)
-        logprobs = np.frombuffer(news.logprobs, LOGPROB)
-        if logprobs.size and not (np.isfinite(logprobs).all() and logprobs.max() <= LOGPROB_SLACK):
+            chunk = chunk.after(known)
+        self._check_ids("trajectory", name, chunk.tokens)
+        if not are_logprobs(chunk.logprobs):
+            logprobs = np.frombuffer(chunk.logprobs, LOGPROB)
             at = int(np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= LOGPROB_SLACK)))[0])
             raise BadReportError(
-                f"trajectory {name}: the log-probability of token {news.start + at} is {logprobs[at]}: it must be <= 0"
+                f"trajectory {name}: the log-probability of token {chunk.start + at} is {logprobs[at]}: it must be <= 0"
             )
-        return news
+        return chunk
 
     def add(self, name: str, chunk: Chunk) -> None:
         """Append what was checked."""
@@ -170,6 +176,7 @@ class Payloads:
         else:
             held.tokens, held.logprobs = chunk.tokens, chunk.logprobs
         size = len(chunk.tokens) + len(chunk.logprobs)
+        held.size += size
         self.bytes += size
         if not held.limit:
             self.claimed += size
@@ -177,17 +184,15 @@ class Payloads:
     def seal(self, name: str) -> None:
         """It will not grow any more."""
         held = self._held[name]
-        _join(held)
         if held.limit:
-            self.claimed -= held.limit - _size(held)
+            self.claimed -= held.limit - held.size
             held.limit = 0
 
     def drop(self, name: str) -> None:
         """Its memory is free."""
         held = self._held.pop(name)
-        size = _size(held)
-        self.bytes -= size
-        self.claimed -= max(held.limit, size)
+        self.bytes -= held.size
+        self.claimed -= held.limit or held.size
 
     # What is held, as arrays on the same memory
 
@@ -196,6 +201,14 @@ class Payloads:
 
     def prompt(self, group: str) -> npt.NDArray[np.int32]:
         return self.tokens(group)
+
+    def token_bytes(self, name: str) -> bytes:
+        """Its token ids as they are kept: little-endian int32."""
+        return _join(self._held[name])[0]
+
+    def logprob_bytes(self, name: str) -> bytes:
+        """Its log-probabilities as they are kept: little-endian float32."""
+        return _join(self._held[name])[1]
 
     def tokens(self, name: str) -> npt.NDArray[np.int32]:
         return np.frombuffer(_join(self._held[name])[0], TOKEN)
@@ -212,21 +225,39 @@ class Payloads:
                 f"trajectory {name}: token {chunk.start + at} is {known[at]} and was sent again as {sent[at]}"
             )
 
-    def _check_ids(self, whose: str, ids: bytes) -> None:
-        array = np.frombuffer(ids, TOKEN)
-        if array.size and not 0 <= (least := int(array.min())) <= (most := int(array.max())) < self.limits.vocab_size:
+    def _check_ids(self, kind: str, name: str | int, ids: bytes) -> None:
+        least, most = range_of(ids)
+        if least < 0 or most >= self.limits.vocab_size:
             bad = least if least < 0 else most
-            raise BadReportError(f"{whose} has token {bad}, outside the vocabulary of {self.limits.vocab_size}")
+            raise BadReportError(f"{kind} {name} has token {bad}, outside the vocabulary of {self.limits.vocab_size}")
+
+
+def range_of(ids: bytes) -> tuple[int, int]:
+    """The least and the greatest of some token ids; zeros if there are none."""
+    if not ids:
+        return 0, 0
+    if len(ids) <= FEW_BYTES:
+        few = memoryview(ids).cast("i").tolist()
+        return min(few), max(few)
+    many = np.frombuffer(ids, TOKEN)
+    return int(many.min()), int(many.max())
+
+
+def are_logprobs(values: bytes) -> bool:
+    """Whether all are finite, and none is above zero by more than rounding."""
+    if not values:
+        return True
+    if len(values) <= FEW_BYTES:
+        few = memoryview(values).cast("f").tolist()
+        return isfinite(sum(few)) and max(few) <= LOGPROB_SLACK  # one that is not finite makes the sum so
+    many = np.frombuffer(values, LOGPROB)
+    return bool(np.isfinite(many).all()) and bool(many.max() <= LOGPROB_SLACK)
 
 
 def _join(held: _Held) -> tuple[bytes, bytes]:
-    if isinstance(held.tokens, list):
+    if type(held.tokens) is list:
         held.tokens, held.logprobs = b"".join(held.tokens), b"".join(cast(list[bytes], held.logprobs))
-    return held.tokens, cast(bytes, held.logprobs)
-
-
-def _size(held: _Held) -> int:
-    return sum(sum(map(len, part)) if isinstance(part, list) else len(part) for part in (held.tokens, held.logprobs))
+    return held.tokens, held.logprobs  # type: ignore[return-value]
 
 
 class Packed(NamedTuple):

@@ -14,15 +14,18 @@ With ``payloads`` it also holds what the trajectories are made of; without (the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from staleflow.protocol import REDUNDANT, StalenessLedger
 from staleflow.servers.book import Book, group_name, still_running
 from staleflow.servers.journal import Event, Journal
-from staleflow.servers.lifecycle import Group, Spans, Trajectory
+from staleflow.servers.lifecycle import Group, Spans, State, Trajectory
 from staleflow.servers.payloads import BadReportError, Chunk, Payloads, Row
 from staleflow.servers.state import to_state
+
+ON_AN_INSTANCE: tuple[State, ...] = ("running", "interrupted")
+UNFINISHED: tuple[State, ...] = ("queued", *ON_AN_INSTANCE)
 
 
 class Prompts(Protocol):
@@ -72,7 +75,7 @@ class TrajectoryServer(Book):
             chunk = Chunk(0, self.payloads.checked_prompt(prompt, prompt_tokens, prompts.ids(prompt)))
         attempt = self.attempts.get(prompt, 0)
         name = group_name(prompt, attempt)
-        self._record("admit", prompt, attempt, prompt_tokens, kept=(name, chunk) if chunk else None)
+        self._record(("admit", prompt, attempt, prompt_tokens), (name, chunk) if chunk else None)
         return self.groups[name]
 
     def queue(self, most: int) -> tuple[list[Trajectory], Iterable[Group]]:
@@ -103,25 +106,25 @@ class TrajectoryServer(Book):
         if group.version is None:
             if not self.ledger.can_reserve(version):
                 return None
-            self._record("reserve", group.name, version)
+            self._record(("reserve", group.name, version))
         elif version < group.version:
             if not self.ledger.lower(group.name, version):
                 return None
-            self._record("lower", group.name, version)
-        self._record("route", name, instance, trajectory.epoch + 1)
+            self._record(("lower", group.name, version))
+        self._record(("route", name, instance, trajectory.epoch + 1))
         return trajectory
 
     # What instances and reward workers report. The answer tells whether it was news.
 
     def stream(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None = None) -> bool:
         """Tokens so far, and those among them that are new. Keeps the longer of what is known and what is reported."""
-        trajectory = self._current(name, epoch, "running", "interrupted")
+        trajectory = self._current(name, epoch, ON_AN_INSTANCE)
         if trajectory is None or tokens(spans) <= trajectory.generated:
             return False
         news = self._checked(trajectory, spans, chunk)
         if not self._within(trajectory.group, spans):
             return False
-        self._record("stream", name, spans, kept=news)
+        self._record(("stream", name, spans), news)
         return True
 
     def interrupt(self, name: str) -> bool:
@@ -129,35 +132,35 @@ class TrajectoryServer(Book):
         trajectory = self.trajectories.get(name)
         if trajectory is None or trajectory.state != "running":
             return False
-        self._record("interrupt", name)
+        self._record(("interrupt", name))
         return True
 
     def give_back(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None = None) -> bool:
         """The instance returned it, or is gone: it waits here again."""
-        if self._current(name, epoch, "running", "interrupted") is None:
+        if self._current(name, epoch, ON_AN_INSTANCE) is None:
             return False
         self.stream(name, epoch, spans, chunk)
-        self._record("requeue", name)
+        self._record(("requeue", name))
         return True
 
     def generated(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None = None) -> bool:
         """The last token is there (or it was truncated): it can be scored."""
-        trajectory = self._current(name, epoch, "queued", "running", "interrupted")
+        trajectory = self._current(name, epoch, UNFINISHED)
         if trajectory is None or not epoch:
             return False
         news = self._checked(trajectory, spans, chunk)
         if not self._within(trajectory.group, spans):
             self.give_back(name, epoch, trajectory.spans)
             return False
-        self._record("generated", name, spans, kept=news)
+        self._record(("generated", name, spans), news)
         return True
 
     def fault(self, name: str, epoch: int, why: str) -> Trajectory | None:
         """A report about it could not be true: it waits here again, with what was known before. The trajectory, if it
         had not been taken away from the reporter anyway."""
-        trajectory = self._current(name, epoch, "queued", "running", "interrupted")
+        trajectory = self._current(name, epoch, UNFINISHED)
         if trajectory is not None:
-            self._record("misreport", name, why)
+            self._record(("misreport", name, why))
         return trajectory
 
     def score(self, name: str, reward: float) -> tuple[Group, list[Trajectory]] | None:
@@ -165,7 +168,7 @@ class TrajectoryServer(Book):
         trajectory = self.trajectories.get(name)
         if trajectory is None or trajectory.state != "generated":
             return None
-        self._record("score", name, reward)
+        self._record(("score", name, reward))
         return self.occupy(trajectory.group)
 
     def occupy(self, group: Group) -> tuple[Group, list[Trajectory]] | None:
@@ -173,18 +176,18 @@ class TrajectoryServer(Book):
         if group.complete or group.scored < group.needed:
             return None
         running = still_running(group)
-        self._record("occupy", group.name)
+        self._record(("occupy", group.name))
         return group, running
 
     def renew(self, group: Group, version: int) -> None:
         """No token older than ``version`` is left in the group."""
         if group.version is not None and group.version < version:
-            self._record("renew", group.name, version)
+            self._record(("renew", group.name, version))
 
     def release(self, group: Group, reason: str, again: bool = True) -> list[Trajectory]:
         """Give the group up; its prompt is owed if it is to be tried again. Returns members that may still run."""
         running = still_running(group)
-        self._record("release", group.name, reason, again)
+        self._record(("release", group.name, reason, again))
         return running
 
     # Training
@@ -227,12 +230,12 @@ class TrajectoryServer(Book):
 
     def commit(self, step: int) -> None:
         """The version that the step made is durable."""
-        self._record("commit", step)
+        self._record(("commit", step))
         self._journal.may_snapshot(lambda: to_state(self))
 
     def rollback(self, step: int) -> None:
         """The trainer lost the step: its groups are complete again."""
-        self._record("rollback", step)
+        self._record(("rollback", step))
 
     # Within
 
@@ -240,20 +243,20 @@ class TrajectoryServer(Book):
         """Write down something that changes nothing here, for those who ask what happened."""
         self._journal.append(event)
 
-    def _record(self, *event: Any, kept: tuple[str, Chunk] | None = None) -> None:
+    def _record(self, event: Event, kept: tuple[str, Chunk] | None = None) -> None:
         """Apply, then write: what cannot be applied is never written, and nobody outside has been told yet."""
         self._apply(event)
-        if self.payloads is not None:
-            if kept is not None:
-                self.payloads.add(*kept)
-            if event[0] == "generated":
-                self.payloads.seal(event[1])
+        if kept is not None and self.payloads is not None:
+            self.payloads.add(*kept)
         self._write(event, kept)
 
     def _write(self, event: Event, kept: tuple[str, Chunk] | None = None) -> None:
-        dropped, self._dropped = self._dropped, []
+        dropped: Sequence[str] = ()
+        if self._dropped:
+            dropped, self._dropped = self._dropped, []
         self._journal.append(event, kept, dropped)
-        self._tell()
+        if self._news:
+            self._tell()
 
     def _checked(self, trajectory: Trajectory, spans: Spans, chunk: Chunk | None) -> tuple[str, Chunk] | None:
         """What a report brings of payload, after everything that can be checked about it was."""
@@ -262,7 +265,7 @@ class TrajectoryServer(Book):
             raise BadReportError(
                 f"trajectory {name} has tokens of version {spans[-1][0]}, but the newest that can exist is {frontier}"
             )
-        if not extends(trajectory.spans, spans):
+        if trajectory.spans and not extends(trajectory.spans, spans):
             raise BadReportError(
                 f"trajectory {name} reports the versions {spans}, which do not go on from {trajectory.spans}"
             )
@@ -274,15 +277,17 @@ class TrajectoryServer(Book):
     def _within(self, group: Group, spans: Spans) -> bool:
         """Whether tokens this old may be in the group. They are older than its reservation if it was renewed while an
         instance that was taken for dead went on; then the ledger must allow it."""
-        oldest = min((version for version, _ in spans), default=group.version)
-        if group.version is None or oldest is None or oldest >= group.version:
+        if group.version is None or not spans:
+            return True
+        oldest = min(spans)[0]
+        if oldest >= group.version:
             return True
         if not self.ledger.lower(group.name, oldest):
             return False
-        self._record("lower", group.name, oldest)
+        self._record(("lower", group.name, oldest))
         return True
 
-    def _current(self, name: str, epoch: int, *states: str) -> Trajectory | None:
+    def _current(self, name: str, epoch: int, states: tuple[State, ...]) -> Trajectory | None:
         """The trajectory, if the report is about its present life."""
         trajectory = self.trajectories.get(name)
         if trajectory is None:
@@ -297,9 +302,7 @@ class TrajectoryServer(Book):
 
 
 def extends(old: Spans, new: Spans) -> bool:
-    """Whether ``new`` says the same of the tokens that ``old`` knows, and only then goes on."""
-    if not old:
-        return True
+    """Whether ``new`` says the same of the tokens that ``old`` knows (there are some), and only then goes on."""
     last = len(old) - 1
     return (
         len(new) > last and new[:last] == old[:last] and new[last][0] == old[last][0] and new[last][1] >= old[last][1]
@@ -307,4 +310,4 @@ def extends(old: Spans, new: Spans) -> bool:
 
 
 def tokens(spans: Spans) -> int:
-    return sum(count for _, count in spans)
+    return spans[0][1] if len(spans) == 1 else sum(count for _, count in spans)

@@ -16,6 +16,7 @@ COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8B6C42",
     "#6A3D9A", "#B2182B", "#4D9221", "#7F7F7F", "#C51B7D", "#01665E", "#BF812D",
 )  # fmt: skip
+MOST_TICKS = 12
 STEPS = [factor * 10**power for power in range(-6, 12) for factor in (1, 2, 5)]
 
 
@@ -47,7 +48,7 @@ def chart(lines: Sequence[Line], title: str, x_name: str, limits: Sequence[tuple
     tops = [y + error for _, y, error in points] + [value for _, value in limits]
     axes = _Axes(min(x for x, _, _ in points), max(x for x, _, _ in points), 1.08 * max(tops) or 1.0)
     parts = [_text(LEFT, 28, title, more=' font-size="15" font-weight="600"')]
-    parts += _grid(axes, sorted({x for x, _, _ in points}), x_name)
+    parts += _grid(axes, _ticks(sorted({x for x, _, _ in points})), x_name)
     for name, value in limits:
         y = axes.y(value)
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#555555" stroke-dasharray="6 4"/>')
@@ -74,6 +75,15 @@ def stacked(parts: Sequence[tuple[str, float]]) -> str:
         shown.append(f'<g transform="translate(0 {offset:g})">\n{body}\n</g>')
         offset += height
     return "\n".join(shown)
+
+
+def _ticks(values: Sequence[float]) -> Sequence[float]:
+    """Where the x axis is labelled: at every value, or where there are many, at round numbers."""
+    if len(values) <= MOST_TICKS:
+        return values
+    step = STEPS[bisect_right(STEPS, (values[-1] - values[0]) / MOST_TICKS)]
+    first = -(-values[0] // step)
+    return [step * (first + at) for at in range(int((values[-1] - step * first) / step) + 1)]
 
 
 def _grid(axes: _Axes, at: Sequence[float], x_name: str) -> Iterator[str]:

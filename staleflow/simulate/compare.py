@@ -1,7 +1,7 @@
 """Several policies on one workload, paired: the same prompts and lengths for all of them under each seed.
 
-A row is one policy under one bound, over all seeds. Nothing in it is taken from what a policy says of itself, and the
-same part of every run is trimmed: its first quarter, and no fewer steps than the bound and one. Use::
+A row is one policy under one bound, over all seeds. Nothing in it is taken from what a policy says of itself. The
+same part of every run is trimmed (``first_counted``). Use::
 
     comparison = Comparison(preset("paper-14b"), chosen("all"), bounds=[1, 2], seeds=range(1, 6), tune=True)
     comparison.rows()
@@ -20,16 +20,16 @@ from typing import Any
 
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.faults import arm
-from staleflow.simulate.limits import Law, Work, balance, ceiling, in_turn, limit, splits, work_of
+from staleflow.simulate.limits import Law, Work, balance, ceiling, even_ceiling, in_turn, limit, splits, work_of
 from staleflow.simulate.peers import STALEFLOW, Policy
 from staleflow.simulate.presets import Setting
-from staleflow.simulate.result import row, throughput
+from staleflow.simulate.result import row
 
 Row = dict[str, Any]
 
 TUNING_SEED = 90_001
 """Splits are tuned on a workload that nothing is measured on."""
-SHARES = (0.7, 1.0, 1.4, 1.8)
+SHARES = (0.8, 1.2, 1.8, 2.6)
 """Splits that are tried first: instances, as multiples of those that would keep up with the trainer if nothing waited.
 Two more follow, halfway to the neighbours of the best."""
 
@@ -69,11 +69,6 @@ class Comparison:
         """The no-bubble limit."""
         return limit(self.setting, self.work)
 
-    @property
-    def trim(self) -> int:
-        """Steps that do not count, in every run."""
-        return max(self.setting.steps // 4, *(bound + 1 for bound in self.bounds))
-
     def rows(self) -> list[Row]:
         rows: list[Row] = []
         for bound in self.bounds:
@@ -81,18 +76,19 @@ class Comparison:
         return rows
 
     def _rows_of(self, bound: int) -> list[Row]:
-        measured = {policy.name: self._measure(policy, bound) for policy in self.policies}
-        speeds = {name: [run["trained_tokens_per_s"] for run in runs] for name, runs in measured.items()}
+        runs = {policy.name: self._measure(policy, bound) for policy in self.policies}
+        first = first_counted(self.setting.steps, bound)
+        speeds = {name: [speed(run, first) for run in found] for name, found in runs.items()}
         kept = {
             policy.name: fmean(speeds[policy.name])
             for policy in self.policies
             if policy.base != STALEFLOW.name
             and policy.name == policy.base  # as it ships
-            and not any(run["violations"] for run in measured[policy.name])
+            and not any(run["violations"] for run in runs[policy.name])
         }
-        best = max(kept, key=lambda name: kept[name]) if kept else None
+        best = speeds[max(kept, key=lambda name: kept[name])] if kept else None
         return [
-            self._row(policy, bound, measured[policy.name], speeds.get("synchronous"), best and speeds[best])
+            self._row(policy, bound, runs[policy.name], speeds[policy.name], speeds.get("synchronous"), best)
             for policy in self.policies
         ]
 
@@ -101,10 +97,10 @@ class Comparison:
         policy: Policy,
         bound: int,
         runs: Sequence[Row],
+        speeds: Sequence[float],
         synchronous: Sequence[float] | None,
         best: Sequence[float] | None,
     ) -> Row:
-        speeds = [run["trained_tokens_per_s"] for run in runs]
         law = self.law(policy, bound)
         tokens = sum(run["trained_tokens"] for run in runs)
         wasted = _total([run["wasted"] for run in runs])
@@ -134,6 +130,7 @@ class Comparison:
             "keeps_bound": policy.promises_bound,
             "law_binds": law.binds,
             "law_tokens_per_s": law.tokens_per_s,
+            "percent_of_even": None if policy.colocated else 100 * fmean(speeds) / self._even(policy, bound),
             "vs_best_bounded_ci95": ratio_half_width(speeds, best),
             "staleness_histogram": {age: count / histogram.total() for age, count in sorted(histogram.items())},
             "wasted": dict(sorted(wasted.items())),
@@ -142,12 +139,18 @@ class Comparison:
 
     def law(self, policy: Policy, bound: int) -> Law:
         """The ceiling for what this policy does: its consumption, its bound, the best split for that."""
-        setting = policy.fit(replace(self.setting, staleness=bound))
+        setting = self._fitted(policy, bound)
         if policy.colocated:
             return in_turn(setting, self.work)
-        if policy.most_staleness is not None:
-            setting = replace(setting, staleness=min(bound, policy.most_staleness))
         return ceiling(setting, setting.strategies.consume == "stream", self.work)
+
+    def _even(self, policy: Policy, bound: int) -> float:
+        setting = self._fitted(policy, bound)
+        return even_ceiling(setting, setting.strategies.consume == "stream", self.work)
+
+    def _fitted(self, policy: Policy, bound: int) -> Setting:
+        used = bound if policy.most_staleness is None else min(bound, policy.most_staleness)
+        return policy.fit(replace(self.setting, staleness=used))
 
     # Runs
 
@@ -165,46 +168,71 @@ class Comparison:
         def nearest(instances: float) -> int:
             return min(ways, key=lambda each: abs(each - instances))
 
-        def speed(instances: int) -> float:
-            return self._run(policy, bound, ways[instances], TUNING_SEED)["trained_tokens_per_s"]
+        def trial(instances: int) -> float:
+            run = self._run(policy, bound, ways[instances], TUNING_SEED)
+            return speed(run, first_counted(self.setting.steps, bound))
 
         tried = sorted({nearest(share * fair) for share in SHARES})
-        best = tried.index(max(tried, key=speed))
+        best = tried.index(max(tried, key=trial))
         beside = [tried[at] for at in (best - 1, best + 1) if 0 <= at < len(tried)]
         tried += [nearest((tried[best] + other) / 2) for other in beside]
         if len(beside) < 2:  # the best is the least or the most that was tried: go on outside
             tried.append(nearest(tried[best] * (0.8 if best == 0 else 1.2)))
-        return ways[max(tried, key=speed)]
+        return ways[max(tried, key=trial)]
 
     def _run(self, policy: Policy, bound: int, setting: Setting, seed: int) -> Row:
         used = bound if policy.most_staleness is None else min(bound, policy.most_staleness)
         setting = policy.fit(replace(setting, staleness=used))
-        name = key(policy, setting, seed, self.trim, self.faults)
+        name = key(policy, setting, seed, self.faults)
         if name not in self.runs:
             self.on_run(f"{policy.name}, bound {bound}, {setting.instances} instances, seed {seed}")
-            self.runs[name] = simulated(policy, setting, seed, self.trim, self.faults)
+            self.runs[name] = simulated(policy, setting, seed, self.faults)
         run = self.runs[name]
         # Of the bound that was asked for: a policy that uses less of it was run with less.
         beyond = sum(count for age, count in run["group_staleness"].items() if int(age) > bound)
         return run | {"violations": beyond}
 
 
-def key(policy: Policy, setting: Setting, seed: int, trim: int, faults: int = 0) -> str:
+def first_counted(steps: int, bound: int) -> int:
+    """From the commit of which step on a run is measured: not the first quarter, nor fewer steps than fill the window.
+
+    Where the tail binds, steps go round in a circle of ``bound + 1``: some without a wait, then one long one. So a
+    whole number of circles is measured, if there is one.
+    """
+    first = max(steps // 4, bound + 1)
+    left = steps - 1 - first
+    return first + left % (bound + 1) if left > bound else first
+
+
+def speed(run: Row, first: int) -> float:
+    """Trained output tokens per second from the commit of step ``first`` to the last; of all if none follows."""
+    commits = run["commits"]
+    if len(commits) > first + 1:
+        return sum(tokens for _, tokens in commits[first + 1 :]) / (commits[-1][0] - commits[first][0])
+    return sum(tokens for _, tokens in commits) / commits[-1][0]
+
+
+def key(policy: Policy, setting: Setting, seed: int, faults: int = 0) -> str:
     """A name for a run that differs where anything differs that the run depends on, but for the code itself."""
-    return blake2b(repr((policy.name, setting, seed, trim, faults)).encode(), digest_size=12).hexdigest()
+    return blake2b(repr((policy.name, setting, seed, faults)).encode(), digest_size=12).hexdigest()
 
 
-def simulated(policy: Policy, setting: Setting, seed: int, trim: int, faults: int = 0) -> Row:
-    """One run of a setting that fits the policy, as a row of ``staleflow simulate``, measured after ``trim`` steps."""
+def simulated(policy: Policy, setting: Setting, seed: int, faults: int = 0) -> Row:
+    """One run of a setting that fits the policy: a row of ``staleflow simulate``, and what ``speed`` needs."""
     began = time.perf_counter()
     cluster = Cluster(setting, seed, policy=policy)
     if faults:
         arm(cluster, faults)
     cluster.run()
-    result = row(cluster, time.perf_counter() - began)
-    result["trained_tokens_per_s"] = throughput(cluster, trim)
-    result["group_staleness"] = {str(age): count for age, count in cluster.recorder.group_staleness.items()}
-    return result
+    return measured(cluster, time.perf_counter() - began)
+
+
+def measured(cluster: Cluster, wall_s: float) -> Row:
+    recorder = cluster.recorder
+    return row(cluster, wall_s) | {
+        "commits": [(step.time, step.tokens) for step in recorder.steps],
+        "group_staleness": {str(age): count for age, count in recorder.group_staleness.items()},
+    }
 
 
 def ratio(these: Sequence[float], those: Sequence[float] | None) -> float | None:

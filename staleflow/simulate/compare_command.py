@@ -132,8 +132,8 @@ def show(comparison: Comparison, rows: Sequence[Row]) -> None:
         console = Console(highlight=False, width=WIDTH)
     setting, splits = comparison.setting, "tuned for each policy" if comparison.tune else "as given"
     console.print(
-        f"{setting.name}: {setting.groups} groups x {setting.group_size}, {setting.steps} steps of which the first "
-        f"{comparison.trim} are not counted, {len(comparison.seeds)} seeds, {setting.gpus} GPUs, split {splits}. "
+        f"{setting.name}: {setting.groups} groups x {setting.group_size}, {setting.steps} steps without the start, "
+        f"{len(comparison.seeds)} seeds, {setting.gpus} GPUs, split {splits}. "
         f"No-bubble limit: {comparison.limit:,.0f} tokens/s."
     )
     for bound in comparison.bounds:

@@ -27,7 +27,7 @@ def picture(comparison: Comparison, rows: Sequence[Row]) -> str:
         x_name="staleness bound",
         limits=[("no-bubble limit", comparison.limit)],
     )
-    parts = [(first, HEIGHT)]
+    parts = [(first, float(HEIGHT))]
     for policy in _shown(comparison, rows):
         parts.append(_timeline(comparison, policy))
     return document(stacked(parts), sum(height for _, height in parts), "Comparison of policies")

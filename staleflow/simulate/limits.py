@@ -11,10 +11,15 @@ the time from publishing a version to the end of the longest trajectory started 
 
 ``L`` is what it takes on an instance that does nothing else: pull, prefill, one token after the other, half the reward
 latency. ``R`` is for instances that are always as full as memory allows, which makes every trajectory slow. No fleet
-does both, so the ceiling is not a target that can be met: it says what cannot be. Use::
+does both, so the ceiling is not a target that can be met: it says what cannot be.
+
+*The even ceiling* is nearer to what can: every instance always runs the same number of sequences, the best one, and
+both ``R`` and ``L`` are for that number. It is no law: a scheduler that knew which trajectories become long could give
+them emptier instances. Nobody knows, and to move them later costs their prefill. Use::
 
     limit(setting)                        # tokens per second
     ceiling(setting, streamed=True)       # the best split's; law(...) is that of the setting's own split
+    even_ceiling(setting, streamed=True)
 """
 
 from __future__ import annotations
@@ -38,11 +43,16 @@ class Work:
     tokens: float
     prompt_tokens: float
     """As the trainer counts them: once for each trajectory."""
-    instance_tokens_per_s: float
-    """Output of one instance that is always as full as memory allows."""
+    mean: float
+    """Output tokens of a trajectory."""
+    grown: float
+    """Output tokens that a running trajectory has, in the mean over time: long ones run for longer."""
+    prompt: float
     longest_s: float
     """From publishing a version to the reward of the longest trajectory of a batch, on an instance of its own."""
     longest_tokens: float
+    waits_s: float
+    """The part of ``longest_s`` in which nothing is decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +93,17 @@ def work_of(setting: Setting) -> Work:
         longest += tokens / BATCHES
         seconds += alone / BATCHES
     pull = setting.weight_bytes / min(setting.link_bandwidth, setting.total_bandwidth)
+    waits = pull + setting.reward_s / 2
     size = setting.groups * setting.group_size
     return Work(
         tokens=mean * size,
         prompt_tokens=prompt * size,
-        instance_tokens_per_s=_full(setting, square / (2 * mean), mean, prompt),
-        longest_s=pull + seconds + setting.reward_s / 2,
+        mean=mean,
+        grown=square / (2 * mean),
+        prompt=prompt,
+        longest_s=seconds + waits,
         longest_tokens=longest,
+        waits_s=waits,
     )
 
 
@@ -102,15 +116,17 @@ def _longest(setting: Setting, batch: int) -> tuple[int, int]:
     return tokens, setting.workload.prompt_tokens(prompt)
 
 
-def _full(setting: Setting, grown: float, mean: float, prompt: float) -> float:
-    """Tokens per second of a full instance. A running sequence has on average grown by ``grown`` tokens: long replies
-    run for longer. A prompt is prefilled and held once for its group."""
+def most_running(setting: Setting, work: Work) -> int:
+    """Sequences that memory and the engine allow on one instance. A prompt is held once for its group."""
+    held = work.grown + work.prompt / setting.group_size
+    return max(1, min(setting.max_running, int(setting.kv_tokens / held)))
+
+
+def rate(setting: Setting, work: Work, running: int) -> float:
+    """Tokens per second of an instance that always runs so many. A prompt is prefilled once for its group."""
     cost = setting.rollout
-    held = grown + prompt / setting.group_size
-    running = max(1, min(setting.max_running, int(setting.kv_tokens / held)))
-    prefill = cost.per_prefill_token * prompt / setting.group_size / mean
-    step = cost.step(running, int(running * (grown + prompt)))
-    return running / (step + running * prefill)
+    prefill = cost.per_prefill_token * work.prompt / setting.group_size / work.mean
+    return running / (cost.step(running, int(running * (work.grown + work.prompt))) + running * prefill)
 
 
 def law(setting: Setting, streamed: bool, work: Work | None = None) -> Law:
@@ -122,7 +138,7 @@ def law(setting: Setting, streamed: bool, work: Work | None = None) -> Law:
     rest = cost.train_s(work.longest_tokens) + after if streamed else train
     return Law(
         train_s=train,
-        rollout_s=work.tokens / (setting.instances * work.instance_tokens_per_s),
+        rollout_s=work.tokens / (setting.instances * rate(setting, work, most_running(setting, work))),
         tail_s=(work.longest_s + rest) / (setting.staleness + 1),
         tokens=work.tokens,
         training_gpus=setting.training_gpus,
@@ -164,3 +180,20 @@ def limit(setting: Setting, work: Work | None = None) -> float:
     work = work_of(setting) if work is None else work
     best = law(balance(setting, work), streamed=True, work=work)
     return best.tokens / max(best.train_s, best.rollout_s)
+
+
+def even_ceiling(setting: Setting, streamed: bool, work: Work | None = None) -> float:
+    """Tokens per second at most, if every instance always runs the same number of sequences, for the best split."""
+    work = work_of(setting) if work is None else work
+    paces = [
+        (rate(setting, work, running), setting.rollout.step(running, int(running * (work.grown + work.prompt))))
+        for running in range(1, most_running(setting, work) + 1)
+    ]
+    least = float("inf")
+    for split in splits(setting):
+        terms = law(split, streamed, work)
+        after = terms.tail_s * (setting.staleness + 1) - work.longest_s
+        for tokens_per_s, step_s in paces:
+            tail = (work.waits_s + work.longest_tokens * step_s + after) / (setting.staleness + 1)
+            least = min(least, max(terms.train_s, work.tokens / (split.instances * tokens_per_s), tail))
+    return work.tokens / least

@@ -181,9 +181,9 @@ def _box(x: float, y: float, width: float, height: float, fill: str) -> str:
 def _heading(cluster: Cluster, shown: int) -> Iterator[str]:
     setting, count = cluster.setting, len(cluster.rollouts)
     text = (
-        f"{setting.name}, seed {cluster.keyed.seed}: {setting.groups} groups x {setting.group_size}, "
-        f"staleness up to {setting.staleness}, {count} instances{f' ({shown} shown)' if shown < count else ''}, "
-        f"{setting.training_gpus} training GPUs"
+        f"{setting.name}, {cluster.policy.name}, seed {cluster.keyed.seed}: {setting.groups} groups x "
+        f"{setting.group_size}, staleness up to {setting.staleness}, "
+        f"{count} instances{f' ({shown} shown)' if shown < count else ''}, {setting.training_gpus} training GPUs"
     )
     yield _text(LEFT, 26, text, more=' font-size="15" font-weight="600"')
 

@@ -19,8 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from staleflow.simulate.compare import TUNING_SEED, Comparison
-from staleflow.simulate.limits import Law, ceiling, law, limit
+from staleflow.simulate.compare import TUNING_SEED, Row, first_counted, simulated
+from staleflow.simulate.compare import speed as measured_speed
+from staleflow.simulate.limits import Law, balance, ceiling, law, limit, splits, work_of
 from staleflow.simulate.peers import STALEFLOW
 from staleflow.simulate.presets import Setting
 
@@ -38,7 +39,6 @@ class Search:
     most_cut: float = 0.02
     """No cap that cuts off a larger share of the replies."""
     seed: int = TUNING_SEED
-    tune_split: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +85,22 @@ class Plan:
 
 
 def make_plan(setting: Setting, search: Search, on_run: Callable[[str], None] = lambda _: None) -> Plan:
-    """Turn the knobs. The given setting is the starting point: its batch and cap, bound 0 and its own split."""
+    """Turn the knobs. Batch and cap start as they are given, the bound at 0, the split at the given one."""
     whole = setting.workload.max_tokens
 
-    def attempt(setting: Setting, tune: bool = True) -> Trial:
-        return _attempt(setting, whole, search, tune and search.tune_split, on_run)
+    def attempt(setting: Setting, climb: bool = True) -> Trial:
+        return _attempt(setting, whole, search, climb, on_run)
 
-    start = attempt(setting, tune=False)
-    best = attempt(setting)
+    start = attempt(setting, climb=False)
+    best = attempt(balance(setting))
     plan = Plan(start, best, [Turn("split", best.setting.training_gpus, start, best, taken=True)])
-    plan.bounds = [
-        best if bound == setting.staleness else attempt(replace(setting, staleness=bound))
-        for bound in range(search.most_staleness + 1)
-    ]
+    for bound in range(search.most_staleness + 1):
+        # The split of the bound before is a good one to start from.
+        plan.bounds.append(
+            plan.best
+            if bound == setting.staleness
+            else attempt(replace((plan.bounds or [best])[-1].setting, staleness=bound))
+        )
     best = plan.bounds[0]
     for trial in plan.bounds[1:]:
         best = _turn(plan, "bound", trial.setting.staleness, best, trial, search)
@@ -130,22 +133,34 @@ def _turn(plan: Plan, knob: Knob, value: int, before: Trial, after: Trial, searc
     return after if taken else before
 
 
-def _attempt(setting: Setting, whole: int, search: Search, tune: bool, on_run: Callable[[str], None]) -> Trial:
-    comparison = Comparison(setting, [STALEFLOW], [setting.staleness], [search.seed], tune=tune, on_run=on_run)
-    row = comparison.rows()[0]
-    split = comparison.split(STALEFLOW, setting.staleness)
-    work = comparison.work
+def _attempt(setting: Setting, whole: int, search: Search, climb: bool, on_run: Callable[[str], None]) -> Trial:
+    """Simulate it with its split, or with the best one that can be reached from there uphill."""
+    ways = {split.instances: split for split in splits(setting)}
+    found: dict[int, Row] = {}
+    first = first_counted(setting.steps, setting.staleness)
+
+    def speed(instances: int) -> float:
+        if instances not in found:
+            on_run(f"bound {setting.staleness}, {setting.groups} groups, {instances} instances")
+            found[instances] = simulated(STALEFLOW, ways[instances], search.seed)
+        return measured_speed(found[instances], first)
+
+    best = setting.instances
+    speed(best)
+    for factor in (1.25, 0.8) if climb else ():
+        while (other := min(ways, key=lambda each: abs(each - factor * best))) != best and speed(other) > speed(best):
+            best = other
+    work = work_of(setting)
     streamed = setting.strategies.consume == "stream"
-    cut = _longer(setting, setting.workload.max_tokens) - _longer(setting, whole)
     return Trial(
-        setting=split,
-        tokens_per_s=row["trained_tokens_per_s"],
-        mean_staleness=row["mean_staleness"],
-        law=law(split, streamed, work),
+        setting=ways[best],
+        tokens_per_s=speed(best),
+        mean_staleness=found[best]["mean_staleness"],
+        law=law(ways[best], streamed, work),
         ceiling=ceiling(setting, streamed, work),
         limit=limit(setting, work),
-        cut=cut,
-        splits={run["training_gpus"]: run["trained_tokens_per_s"] for run in comparison.runs.values()},
+        cut=_longer(setting, setting.workload.max_tokens) - _longer(setting, whole),
+        splits={run["training_gpus"]: measured_speed(run, first) for run in found.values()},
     )
 
 

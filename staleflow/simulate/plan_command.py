@@ -24,7 +24,7 @@ from staleflow.simulate.plan import Plan, Search, Trial, Turn, make_plan
 from staleflow.simulate.presets import preset
 from staleflow.simulate.workload import WorkloadError
 
-STEPS = 12
+STEPS = 10
 """Steps of a trial, unless told otherwise."""
 
 MEANING = {

@@ -46,3 +46,8 @@ async def later(problem: Problem, response: Response) -> float:
     if response.text == "exception":
         raise RuntimeError("too late")
     return len(problem.prompt) + sum(response.tokens)
+
+
+def spelled(problem: Problem, response: Response) -> float:
+    """Whether the text is the answer."""
+    return float(response.text == problem.facts["answer"])

@@ -2,16 +2,19 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from staleflow.reward.function import Response, RewardError
+from staleflow.reward.function import RewardError
 from staleflow.reward.pool import PoolPort, RewardPool, Settings
 from staleflow.servers.lifecycle import Group, Trajectory
-from staleflow.tasks.adder import Adder
+from staleflow.servers.payloads import Chunk
+from staleflow.tasks.adder import VOCABULARY, Adder
 from staleflow.tasks.task import Problem
 
 PROBLEM = Problem("four", {})
@@ -20,8 +23,8 @@ PROBLEM = Problem("four", {})
 class Desk:
     """Submits and collects the answers."""
 
-    def __init__(self, spec: str, settings: Settings) -> None:
-        self.pool = RewardPool(spec, settings, self._answer, self._answer)
+    def __init__(self, spec: str, settings: Settings, decoder: str = "") -> None:
+        self.pool = RewardPool(spec, settings, self._answer, self._answer, decoder=decoder)
         self.answers: dict[str, float | str] = {}
         self._came = asyncio.Event()
 
@@ -58,8 +61,8 @@ def test_bad_rewards_are_failures_with_a_reason_and_cost_no_other_response_anyth
     async def main() -> None:
         async with desk() as pool:
             for text in ("good", "nan", "infinite", "string", "none", "exception", "crash", "good again"):
-                pool.pool.submit(text, PROBLEM, Response(text))
-            pool.pool.submit("unsendable", Problem("four", {"answer": object()}), Response(""))
+                pool.pool.submit(text, PROBLEM, text=text)
+            pool.pool.submit("unsendable", Problem("four", {"answer": object()}))
             answers = await pool.all(9)
             assert pool.pool.pending == 0
             assert pool.pool.replaced == 1
@@ -78,8 +81,8 @@ def test_bad_rewards_are_failures_with_a_reason_and_cost_no_other_response_anyth
 def test_a_worker_that_hangs_is_killed_with_its_children_and_replaced(tmp_path: Path) -> None:
     async def main() -> None:
         async with desk(timeout_s=1.0) as pool:
-            pool.pool.submit("stuck", Problem("", {"file": str(tmp_path / "pid")}), Response("hang with a child"))
-            pool.pool.submit("next", PROBLEM, Response("good"))
+            pool.pool.submit("stuck", Problem("", {"file": str(tmp_path / "pid")}), text="hang with a child")
+            pool.pool.submit("next", PROBLEM, text="good")
             assert await pool.all(2) == {"stuck": "the reward took more than 1 s", "next": 0.5}
             assert pool.pool.replaced == 1
         assert not alive(int((tmp_path / "pid").read_text()))
@@ -98,9 +101,9 @@ def alive(pid: int) -> bool:
 def test_closing_ends_a_worker_that_hangs() -> None:
     async def main() -> None:
         async with desk() as pool:
-            pool.pool.submit("pid", PROBLEM, Response("pid"))
+            pool.pool.submit("pid", PROBLEM, text="pid")
             worker = int(float((await pool.all(1))["pid"]))
-            pool.pool.submit("stuck", PROBLEM, Response("hang"))
+            pool.pool.submit("stuck", PROBLEM, text="hang")
         assert not alive(worker)
         assert list(pool.answers) == ["pid"]
 
@@ -111,7 +114,7 @@ def test_workers_are_processes_of_their_own_and_as_many_as_allowed() -> None:
     async def main() -> None:
         async with desk(workers=2) as pool:
             for at in range(12):
-                pool.pool.submit(str(at), PROBLEM, Response("pid"))
+                pool.pool.submit(str(at), PROBLEM, text="pid")
             found = set((await pool.all(12)).values())
         assert 1 <= len(found) <= 2
         assert os.getpid() not in found
@@ -122,8 +125,8 @@ def test_workers_are_processes_of_their_own_and_as_many_as_allowed() -> None:
 def test_async_rewards_are_awaited() -> None:
     async def main() -> None:
         async with desk(function="later") as pool:
-            pool.pool.submit("a", PROBLEM, Response("", (1, 2)))
-            pool.pool.submit("b", PROBLEM, Response("exception"))
+            pool.pool.submit("a", PROBLEM, Chunk.of(0, [1, 2]).tokens)
+            pool.pool.submit("b", PROBLEM, text="exception")
             assert await pool.all(2) == {"a": 7.0, "b": "RuntimeError: too late"}
 
     run(main())
@@ -141,7 +144,7 @@ def test_a_response_is_not_scored_twice_at_once_and_can_be_withdrawn() -> None:
     async def main() -> None:
         async with desk() as pool:
             for name in ("a", "a", "b", "c"):
-                pool.pool.submit(name, PROBLEM, Response("good"))
+                pool.pool.submit(name, PROBLEM, text="good")
             pool.pool.withdraw("b")
             pool.pool.withdraw("never asked")
             assert await pool.all(2) == {"a": 0.5, "c": 0.5}
@@ -151,16 +154,110 @@ def test_a_response_is_not_scored_twice_at_once_and_can_be_withdrawn() -> None:
 
 def test_the_port_looks_up_the_problem_and_the_tokens() -> None:
     task = Adder()
-    asked: list[tuple[str, Problem, Response]] = []
+    asked: list[tuple[str, Problem, bytes]] = []
     pool = RewardPool("adder", Settings(), lambda *_: None, lambda *_: None)
     pool.submit = lambda *job: asked.append(job)  # type: ignore[method-assign]
-    port = PoolPort(pool, task.problem, lambda _name: [7, 8], lambda tokens: f"{list(tokens)}")
+    port = PoolPort(pool, task.problem, lambda _name: b"\x07\0\0\0")
     trajectory = Trajectory("p3/0", Group("p3", 3, 0, 4, 1), state="generated")
     port.score(trajectory)
-    assert asked == [("p3/0", task.problem(3), Response("[7, 8]", (7, 8)))]
+    assert asked == [("p3/0", task.problem(3), b"\x07\0\0\0")]
     trajectory.state = "aborted"  # while the request waited for the journal
     port.score(trajectory)
     assert len(asked) == 1
+
+
+def test_workers_make_text_of_tokens() -> None:
+    async def main(decoder: str, tokens: list[int]) -> None:
+        answers = Desk("tests.reward.functions:spelled", Settings(), decoder)
+        async with answers as pool:
+            pool.pool.submit("a", Problem("", {"answer": "#2 5 6 ="}), Chunk.of(0, tokens).tokens)
+            assert await pool.all(1) == {"a": 1.0}
+
+    run(main("adder", [VOCABULARY.index(each) for each in ("#2", "5", "6", "=")]))
+
+
+def test_a_tokenizer_that_cannot_be_read_is_known_at_the_start(tmp_path: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(RewardError, match=r"tokenizer.json cannot be read .*: save a fast tokenizer"):
+            await Desk("adder", Settings(), str(tmp_path / "tokenizer.json")).pool.start()
+
+    run(main())
+
+
+def test_answers_before_a_crash_or_a_hang_in_the_same_batch_are_kept() -> None:
+    async def main() -> None:
+        for end, why in (("crash", "exit code 3"), ("hang", "took more than")):
+            async with desk(timeout_s=0.5) as pool:
+                for at in range(20):
+                    pool.pool.submit(f"{at}", PROBLEM, text="pid" if at != 10 else end)
+                answers = await pool.all(20)
+            assert why in str(answers.pop("10"))
+            before, after = {answers[f"{at}"] for at in range(10)}, {answers[f"{at}"] for at in range(11, 20)}
+            assert len(before) == len(after) == 1, "one worker scored those before, its replacement those after"
+            assert before != after
+
+    run(main())
+
+
+def test_a_batch_larger_than_the_socket_takes_at_once_arrives_whole() -> None:
+    async def main() -> None:
+        async with desk(function="later") as pool:
+            tokens = Chunk.of(0, np.ones(200_000)).tokens
+            for at in range(8):
+                pool.pool.submit(f"{at}", PROBLEM, tokens)
+            assert set((await pool.all(8)).values()) == {200_004.0}
+
+    run(main())
+
+
+def test_a_worker_that_died_while_idle_is_replaced() -> None:
+    async def main() -> None:
+        async with desk() as pool:
+            pool.pool.submit("pid", PROBLEM, text="pid")
+            os.kill(int(float((await pool.all(1))["pid"])), signal.SIGKILL)
+            pool.pool.submit("first", PROBLEM)
+            pool.pool.submit("second", PROBLEM)
+            answers = await pool.all(3)
+            assert answers["second"] == 0.5
+            assert answers["first"] in (0.5, "the reward worker ended with exit code -9")
+
+    run(main())
+
+
+def test_a_machine_that_can_start_no_process_fails_responses_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    async def main() -> None:
+        async with desk() as pool:
+            pool.pool.submit("a", PROBLEM, text="crash")
+            monkeypatch.setattr("staleflow.reward.process.subprocess.Popen", refuse)
+            pool.pool.submit("b", PROBLEM)
+            answers = await pool.all(2)
+            assert "exit code 3" in str(answers["a"])
+            assert answers["b"] == "no reward worker could be started (Resource temporarily unavailable)"
+
+    run(main())
+
+
+def test_a_listener_that_fails_stops_nobody() -> None:
+    async def main() -> None:
+        complaints: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+        async with desk() as pool:
+            hear = pool.pool._on_reward
+
+            def fail(name: str, reward: float) -> None:
+                hear(name, reward)
+                raise RuntimeError("a mistake of the listener")
+
+            pool.pool._on_reward = fail
+            pool.pool.submit("a", PROBLEM)
+            pool.pool.submit("b", PROBLEM)
+            assert await pool.all(2) == {"a": 0.5, "b": 0.5}
+        assert complaints == ["the answer for a was not heard", "the answer for b was not heard"]
+
+    run(main())
 
 
 @pytest.mark.parametrize("settings", [{"workers": 0}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}])

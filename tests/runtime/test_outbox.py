@@ -67,7 +67,7 @@ def test_every_command_is_held_back_and_every_question_is_answered_at_once() -> 
     fed.feed(0, [group])
     fed.finish(0)
     scored.score(Trajectory("p0/0", group))
-    assert (instance.fences, trainer.fed, trainer.finished, rewards.asked) == ([], [], [], [])
+    assert (instance.fences, trainer.fed, trainer.finished, rewards.asked) == ([], [], [], [])  # in order: none passes
     assert (held.name, held.snapshot().life, held.held(), fed.durable()) == ("i0", 0, [], 0)
     journal.synced = 1
     outbox.release()
@@ -75,3 +75,36 @@ def test_every_command_is_held_back_and_every_question_is_answered_at_once() -> 
     assert rewards.asked == ["p0/0"]
     fed.reset()
     assert trainer.resets == 1
+
+
+def test_groups_are_fed_at_once_but_no_step_is_finished_before_it_is_durable() -> None:
+    journal = Behind()
+    outbox, trainer = Outbox(journal), FakeTrainer()
+    held, group = HeldTrainer(trainer, outbox), Group("p0", 0, 0, 10, 1)
+    journal.append(("lease",))
+    held.feed(0, [group])
+    held.finish(0)
+    assert (trainer.fed, trainer.finished) == ([(0, "p0")], [])
+    held.feed(1, [group])  # not before the end of step 0
+    assert trainer.fed == [(0, "p0")]
+    journal.synced = 1
+    outbox.release()
+    assert (trainer.fed, trainer.finished) == ([(0, "p0"), (1, "p0")], [0])
+
+
+def test_what_becomes_durable_between_the_look_and_the_wait_is_not_waited_for_for_ever() -> None:
+    class Racing(Behind):
+        """Becomes durable right after the first look; whoever is told of that finds nobody waiting."""
+
+        looks = 0
+
+        @property
+        def durable(self) -> int:
+            self.looks += 1
+            return self.position if self.looks > 1 else 0
+
+    journal = Racing()
+    journal.append(("lease",))
+    heard: list[str] = []
+    Outbox(journal).send(heard.append, "now")
+    assert heard == ["now"]

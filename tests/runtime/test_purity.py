@@ -9,8 +9,15 @@ import pytest
 import staleflow
 
 ROOT = Path(staleflow.__path__[0])
-EFFECTS = ("servers/database.py", "servers/durable.py", "servers/payload_files.py", "servers/weights/")
-"""What reaches the disk and shared memory; control code sees it through the ``Journal`` protocol and the ports."""
+EFFECTS = (
+    "runtime/local/",
+    "servers/database.py",
+    "servers/durable.py",
+    "servers/payload_files.py",
+    "servers/weights/",
+)
+"""What reaches the disk, shared memory and other processes; control code sees it through the ``Journal`` protocol and
+the ports."""
 FILES = sorted(
     path
     for part in ("runtime", "servers", "coordinator", "protocol")

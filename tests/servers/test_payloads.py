@@ -9,8 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.protocol import StalenessLedger
+from staleflow.servers import payloads as module
 from staleflow.servers.journal import MemoryJournal
-from staleflow.servers.payloads import TOKEN_BYTES, BadReportError, Chunk, Limits, Payloads, pack
+from staleflow.servers.payloads import (
+    TOKEN_BYTES,
+    BadReportError,
+    Chunk,
+    Limits,
+    Payloads,
+    are_logprobs,
+    pack,
+    range_of,
+)
 from staleflow.servers.trajectories import TrajectoryServer
 from tests.servers.lives import LIMITS, Life, content, image, new_server
 from tests.servers.worlds import Source
@@ -197,3 +207,20 @@ def test_a_version_from_the_future_and_a_rewritten_past_are_refused(call: str) -
         with pytest.raises(BadReportError, match=f"trajectory p0/0 .*{message}"):
             getattr(server, call)(name, 1, spans, content(name, 0, 4))
     assert image(server) == before
+
+
+NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True) | st.sampled_from([0.0, -1.0, 0.0005, 0.01, -3e38])
+
+
+@repeatable
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20), st.lists(NUMBERS, max_size=20))
+def test_short_chunks_are_checked_as_long_ones_are(ids: list[int], logprobs: list[float]) -> None:
+    chunk = Chunk.of(0, ids, logprobs)
+    with pytest.MonkeyPatch.context() as patch:
+        short = range_of(chunk.tokens), are_logprobs(chunk.logprobs)
+        patch.setattr(module, "FEW_BYTES", 0)
+        assert short == (range_of(chunk.tokens), are_logprobs(chunk.logprobs))
+    assert short[0] == ((min(ids), max(ids)) if ids else (0, 0))
+    assert short[1] == all(
+        math.isfinite(each) and each <= module.LOGPROB_SLACK for each in np.asarray(logprobs, np.float32).tolist()
+    )

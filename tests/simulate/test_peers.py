@@ -148,10 +148,8 @@ LEDGERS = {
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    kind=st.sampled_from(list(LEDGERS)), seed=st.integers(0, 10**6), bound=st.integers(1, 3), stream=st.booleans()
-)
-def test_ledgers_fill_every_step_and_keep_what_they_promise(kind, seed: int, bound: int, stream: bool) -> None:  # noqa: ANN001
+@given(kind=st.sampled_from(list(LEDGERS)), seed=st.integers(0, 10**6), bound=st.integers(1, 3), stream=st.booleans())
+def test_ledgers_fill_every_step_and_keep_what_they_promise(kind, seed: int, bound: int, stream: bool) -> None:
     random, size = Random(seed), 3
     ledger = kind(size, bound)
     versions: dict[str, int] = {}
@@ -187,7 +185,7 @@ def test_ledgers_fill_every_step_and_keep_what_they_promise(kind, seed: int, bou
     assert ledger.version > 3, "nothing may get stuck"
 
 
-def _train(names, step: int, versions: dict[str, int], trained: set[str], bound: int | None) -> None:  # noqa: ANN001
+def _train(names, step: int, versions: dict[str, int], trained: set[str], bound: int | None) -> None:
     for name in names:
         assert name not in trained
         trained.add(name)
@@ -218,7 +216,7 @@ def test_all_are_the_eight_as_they_ship() -> None:
 
 @pytest.mark.parametrize("text", ["nope", "", ",", "synchronous+stream", "staleflow+stream"])
 def test_unknown_policies_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="unknown|empty"):
+    with pytest.raises(ConfigError, match=r"unknown|empty"):
         chosen(text)
 
 

@@ -97,9 +97,9 @@ class RemoteInstance:
             work.trajectory,
             work.epoch,
             work.group,
-            payloads.prompt(work.group).tobytes(),
-            payloads.tokens(work.trajectory).tobytes(),
-            payloads.logprobs(work.trajectory).tobytes(),
+            payloads.token_bytes(work.group),
+            payloads.token_bytes(work.trajectory),
+            payloads.logprob_bytes(work.trajectory),
             work.spans,
         )
 

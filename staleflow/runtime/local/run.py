@@ -55,7 +55,7 @@ CYCLE_S = 0.05
 MOST_FAILURES = 256
 """A reward that fails so often in a row is not unlucky but broken."""
 VIEW_S = 0.25
-LAZY_S = 0.1
+LAZY_S = 0.25
 """Only the trainer waits for the journal: instances and reward workers end with this process, so whatever they have
 heard that was not durable is forgotten on both sides."""
 
@@ -140,7 +140,7 @@ class LocalRun:
         self.server.on_committed = self._committed
         self.server.on_aborted = self._aborted
         self.outbox = Outbox(self.journal)
-        self.journal.on_durable = self._durable
+        self.journal.on_durable = self.outbox.waker(self._loop)
         self._trainer = RemoteTrainer(self.crew, self.server, self.server.ledger.version)
         self._log = os.open(self.directory.log("reward"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._pool = RewardPool(
@@ -153,13 +153,9 @@ class LocalRun:
         )
         self.control = self._control()
 
-    def _durable(self) -> None:
-        """In the journal's thread."""
-        self._loop.call_soon_threadsafe(self.outbox.release)
-
     def _control(self) -> ControlPlane:
         config = self.config
-        rewards = PoolPort(self._pool, self.task.prompts.problem, lambda name: self.payloads.tokens(name).tobytes())
+        rewards = PoolPort(self._pool, self.task.prompts.problem, self.payloads.token_bytes)
         settings = Settings(
             config.strategies,
             self._cost,

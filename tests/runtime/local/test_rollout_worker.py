@@ -74,6 +74,8 @@ class Desk:
         news = each.news(everything)
         if news is None:
             return
+        told_of = [told.trajectory for told in (*news.progress, *news.finished, *news.returned)]
+        assert len(told_of) == len(set(told_of)), "one thing of each trajectory: their tokens are kept by name"
         for told in news.progress:
             self.hear(told)
         for told in (*news.finished, *news.returned):
@@ -192,3 +194,17 @@ def test_what_was_interrupted_and_then_dropped_is_not_told_of(folder: Path) -> N
     alone.step()
     news = alone.news(everything=False)
     assert news is None or not news.returned
+
+
+def test_a_trajectory_that_ends_right_after_a_pull_is_told_of_once(folder: Path) -> None:
+    """Its tokens before the pull were told in the same message as its end, and one of the two was taken for a lie."""
+    desk, alone = Desk(1), worker(folder)
+    alone.obey(Submit((1, 1, 1), [desk.job("t0")]))
+    desk.where["t0"] = 0
+    alone.step()
+    alone.obey(Pull((1, 1, 2), 1))
+    while alone.engine.busy:
+        alone.step()
+    desk.news(0, alone, everything=True)
+    assert desk.finished == {"t0"}
+    assert desk.tokens == undisturbed(folder, 1)

@@ -1,0 +1,409 @@
+"""What the control plane's process costs at laptop size: CPU time for one short trajectory, from prompt to commit.
+
+    python bench/control.py [--json] [--seconds 6] [--repeats 3] [--rate 400]
+
+Everything that this process does in a run is the production code, set up as ``staleflow/runtime/local/run.py`` does:
+control plane, trajectory server with payload, journal on disk, outbox, ports over sockets, and one reward worker that
+scores the embedded task. Only the other end of the sockets is made up: one process that plays two instances and the
+trainer, answers every prompt with its right response at about ``--rate`` trajectories a second, and tells of them as
+``staleflow/rollout/worker.py`` does. The parts are measured by the clock of the main thread; ``loop`` is what is left
+of it: the event loop, its system calls, and the pipes of the reward worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import select
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from staleflow.config import Config
+from staleflow.coordinator.cost import CostModel
+from staleflow.protocol import StalenessLedger
+from staleflow.reward.pool import PoolPort, RewardPool
+from staleflow.reward.pool import Settings as RewardSettings
+from staleflow.runtime.control import ControlPlane, Settings
+from staleflow.runtime.local.link import Channel
+from staleflow.runtime.local.messages import (
+    Abort,
+    Finish,
+    FromProcess,
+    Interrupt,
+    Load,
+    News,
+    Ordered,
+    Pull,
+    Pushed,
+    Submit,
+    Told,
+    ToProcess,
+    Unpacker,
+    pack,
+)
+from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
+from staleflow.runtime.local.run import CYCLE_S, LAZY_S
+from staleflow.runtime.outbox import HeldTrainer, Outbox
+from staleflow.servers.durable import DurableJournal
+from staleflow.servers.payloads import Limits, Payloads
+from staleflow.servers.trajectories import TrajectoryServer
+from staleflow.tasks.adder import FIRST_COUNTER, PROMPT_TOKENS, VOCABULARY, Adder, make
+from staleflow.tasks.prompts import TaskPrompts
+
+TARGET_US = 100.0
+TARGET_SHARE = 0.03
+WARM_UP_STEPS = 3
+MEAN_TOKENS = 23.0
+MAX_TOKENS = 128
+TOGETHER_S = 0.03
+STREAM_S = 2.0
+UPDATE_S = 0.02
+"""How long the trainer takes from the last group to the new version."""
+FOR_EVER = 10**9
+
+
+# The other end
+
+
+@dataclass(slots=True)
+class Playing:
+    """A sequence in the engine: it began at a time and gets a token every so often."""
+
+    epoch: int
+    response: bytes
+    logprobs: bytes
+    began: float
+    told: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(slots=True)
+class Instance:
+    token_s: float
+    config: Config
+    version: int = -1
+    applied: tuple[int, int, int] = (0, 0, 0)
+    running: dict[str, Playing] = field(default_factory=dict[str, Playing])
+    pulled: int | None = None
+    told_at: float = 0.0
+    streamed_at: float = 0.0
+    generated: int = 0
+
+    def obey(self, command: Ordered, now: float) -> None:
+        self.applied = command.fence
+        match command:
+            case Submit(jobs=jobs):
+                for job in jobs:
+                    response = respond(job.prompt)
+                    told = len(job.tokens) // 4
+                    began = now - told * self.token_s
+                    logprobs = np.full(len(response) // 4, -0.5, "<f4").tobytes()
+                    self.running[job.trajectory] = Playing(job.epoch, response, logprobs, began, told, job.spans)
+            case Abort(names=names) | Interrupt(names=names):
+                for name, _ in names:
+                    self.running.pop(name, None)
+            case Pull(version=version):
+                self.version = self.pulled = version
+
+    def news(self, now: float) -> News | None:
+        streaming = now - self.streamed_at >= STREAM_S
+        if not streaming and now - self.told_at < TOGETHER_S:
+            return None
+        over = [name for name, each in self.running.items() if self._made(each, now) * 4 >= len(each.response)]
+        if not (streaming or over or self.pulled is not None):
+            return None
+        self.told_at = now
+        finished = [self._tell(name, self.running.pop(name), now) for name in over]
+        progress: list[Told] = []
+        if streaming or self.pulled is not None:  # before the weights change, those that have begun are told of
+            begun = [(name, each) for name, each in self.running.items() if self._made(each, now) > each.told]
+            progress = [self._tell(name, each, now) for name, each in begun if streaming or not each.told]
+        if streaming:
+            self.streamed_at = now
+        pulled, self.pulled = self.pulled, None
+        return News(self._load(), finished, progress=progress, pulled=pulled)
+
+    def _made(self, each: Playing, now: float) -> int:
+        return min(len(each.response) // 4, int((now - each.began) / self.token_s))
+
+    def _tell(self, name: str, each: Playing, now: float) -> Told:
+        made, start = self._made(each, now), each.told
+        old = self.version if self.pulled is None else self.version - 1
+        spans = dict(each.spans)
+        spans[max([max(0, old), *spans])] = spans.get(max([max(0, old), *spans]), 0) + made - start
+        each.spans, each.told = tuple(spans.items()), made
+        self.generated += made - start
+        part = slice(4 * start, 4 * made)
+        return Told(name, each.epoch, each.spans, start, each.response[part], each.logprobs[part])
+
+    def _load(self) -> Load:
+        rollout, running = self.config.rollout, len(self.running)
+        context = 24 * running
+        return Load(
+            self.applied,
+            self.version,
+            running,
+            0,
+            context,
+            rollout.kv_tokens - context,
+            rollout.kv_tokens,
+            rollout.max_running,
+            (running, context, 0.004) if running else None,
+            self.generated,
+            0.0,
+        )
+
+
+def respond(prompt: bytes) -> bytes:
+    increment, counter, tens, ones = (int(each) for each in np.frombuffer(prompt, "<i4"))
+    x = 10 * (tens - 3) + ones - 3
+    problem = make(x, increment - FIRST_COUNTER - 36, counter - FIRST_COUNTER)
+    return np.array(Adder().solve(problem), "<i4").tobytes()
+
+
+def play(handles: list[int], token_s: float) -> None:
+    """The first socket is the trainer's, the others are instances'."""
+    sockets = [socket.socket(fileno=handle) for handle in handles]
+    unpackers = {end: Unpacker(ToProcess) for end in sockets}
+    instances = {end: Instance(token_s, Config()) for end in sockets[1:]}
+    due: list[tuple[float, int]] = []
+    while True:
+        for end in select.select(sockets, [], [], 0.005)[0]:
+            if not (data := end.recv(1 << 20)):
+                return
+            for message in unpackers[end].feed(data):
+                if end is not sockets[0]:
+                    instances[end].obey(message, time.monotonic())
+                elif isinstance(message, Finish):
+                    due.append((time.monotonic() + UPDATE_S, message.step + 1))
+        now = time.monotonic()
+        while due and due[0][0] <= now:
+            sockets[0].sendall(pack(Pushed(due.pop(0)[1])))
+        for end, instance in instances.items():
+            if (news := instance.news(now)) is not None:
+                end.sendall(pack(news))
+
+
+# This end
+
+
+class Peer:
+    """What ``RemoteInstance`` needs of a ``Child``, and ``RemoteTrainer`` of a ``Crew``."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.channel: Channel | None = None
+
+    def send(self, *message: Any) -> None:
+        """A crew is told the name of the process first."""
+        assert self.channel is not None
+        self.channel.send(message[-1])
+
+
+class Clock:
+    """CPU seconds of the main thread by part; what a part calls that is a part itself counts there."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
+        self._inner = 0.0
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        self.seconds[part], self.calls[part] = 0.0, 0
+
+        def timed(*arguments: Any) -> Any:
+            began, outer, self._inner = time.thread_time(), self._inner, 0.0
+            try:
+                return function(*arguments)
+            finally:
+                spent = time.thread_time() - began
+                self.seconds[part] += spent - self._inner
+                self.calls[part] += 1
+                self._inner = outer + spent
+
+        return timed
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        watched = [
+            ("decide", ControlPlane, "_cycle"),
+            ("report", Channel, "data_received"),
+            ("score", ControlPlane, "on_scored"),
+            ("ask", PoolPort, "score"),
+            ("feed", RemoteTrainer, "feed"),
+            ("push", ControlPlane, "on_pushed"),
+        ]
+        originals = [(owner, name, getattr(owner, name)) for _, owner, name in watched]
+        for part, owner, name in watched:
+            setattr(owner, name, self.timed(part, getattr(owner, name)))
+        try:
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+
+class Bench:
+    def __init__(self, folder: Path, rate: float) -> None:
+        config = self.config = Config()
+        self.prompts = TaskPrompts(Adder(1000))
+        self.journal = DurableJournal(folder / "journal.db", lazy_s=LAZY_S)
+        ledger = StalenessLedger(config.groups, config.staleness)
+        limits = Limits(MAX_TOKENS, PROMPT_TOKENS, len(VOCABULARY))
+        self.server = TrajectoryServer(ledger, config.group_size, 0, self.journal, Payloads(limits))
+        self.server.on_committed = self._committed
+        self.outbox = Outbox(self.journal)
+        places = config.rollout.instances * config.rollout.max_running
+        self.token_s = (places / rate - 0.05) / MEAN_TOKENS  # a place is empty for about 50 ms between two
+        self.trained = 0
+        self.marks: list[tuple[int, float, float, float]] = []
+        self.clock = Clock()
+
+    async def run(self, seconds: float) -> dict[str, float]:
+        self.journal.on_durable = self.outbox.waker(asyncio.get_running_loop())
+        config = self.config
+        peer = Peer("trainer")
+        trainer = RemoteTrainer(peer, self.server, 0)  # type: ignore[arg-type]
+        pool = RewardPool("adder", RewardSettings(config.reward.workers), self._scored, self._failed, None, "adder")
+        cost = CostModel(0.003, 0.003, 3e-5, 0.0, 1e-8, 1e-5)
+        settings = Settings(config.strategies, cost, cycle_s=CYCLE_S, pull_s=0.1)
+        self.control = ControlPlane(
+            settings, self.server, HeldTrainer(trainer, self.outbox), self._rewards(pool), self.prompts
+        )
+
+        def from_trainer(message: Any) -> None:
+            if isinstance(message, Pushed):
+                trainer.version = message.version
+                self.control.on_pushed(message.version)
+
+        pairs = [socket.socketpair() for _ in range(1 + config.rollout.instances)]
+        handles = [theirs.fileno() for _, theirs in pairs]
+        player = subprocess.Popen(
+            [sys.executable, __file__, "--play", json.dumps(handles), "--token-s", str(self.token_s)], pass_fds=handles
+        )
+        for _, theirs in pairs:
+            theirs.close()
+        try:
+            await pool.start()
+            peer.channel = await Channel.open(pairs[0][0], FromProcess, from_trainer, lambda: None)
+            for at, (ours, _) in enumerate(pairs[1:]):
+                await self._instance(f"i{at}", ours)
+            await self._measured(seconds)
+        finally:
+            await pool.close()
+            player.kill()
+            player.wait()
+            self.outbox.close()
+            self.journal.on_durable = lambda: None
+            await asyncio.to_thread(self.journal.close)
+        return self._result()
+
+    def _rewards(self, pool: RewardPool) -> PoolPort:
+        payloads = self.server.payloads
+        assert payloads is not None
+        return PoolPort(pool, self.prompts.problem, payloads.token_bytes)
+
+    async def _instance(self, name: str, end: socket.socket) -> None:
+        peer = Peer(name)
+        assert self.server.payloads is not None
+        port = RemoteInstance(peer, 1, self.server.payloads)  # type: ignore[arg-type]
+        joined = False
+
+        def hear(message: Any) -> None:
+            nonlocal joined
+            report = port.hear(message)
+            if joined:
+                self.control.on_report(report)
+            else:
+                joined = True
+                self.control.join(port)
+
+        peer.channel = await Channel.open(end, FromProcess, hear, lambda: None)
+
+    def _scored(self, name: str, reward: float) -> None:
+        assert reward == 1.0
+        self.control.on_scored(name, reward)
+
+    def _failed(self, name: str, why: str) -> None:
+        raise RuntimeError(f"{name}: {why}")
+
+    def _committed(self, step: int, groups: list[Any]) -> None:
+        self.trained += sum(len(group.members) for group in groups)
+        for group in groups:
+            group.members = []
+        if step + 1 == WARM_UP_STEPS:
+            self.clock.seconds = dict.fromkeys(self.clock.seconds, 0.0)
+            self.clock.calls = dict.fromkeys(self.clock.calls, 0)
+        if step + 1 >= WARM_UP_STEPS:
+            self.marks.append((self.trained, time.monotonic(), time.thread_time(), time.process_time()))
+
+    async def _measured(self, seconds: float) -> None:
+        with self.clock.watching():
+            running = asyncio.create_task(self.control.run(FOR_EVER))
+            while not self.marks or self.marks[-1][1] - self.marks[0][1] < seconds:
+                await asyncio.sleep(0.25)
+                if running.done():
+                    running.result()
+            self.control.stop()
+            running.cancel()
+
+    def _result(self) -> dict[str, float]:
+        (n0, wall0, main0, all0), (n1, wall1, main1, all1) = self.marks[0], self.marks[-1]
+        count, wall = n1 - n0, wall1 - wall0
+        parts = {part: 1e6 * spent / count for part, spent in self.clock.seconds.items()}
+        return {
+            "trajectories_per_s": count / wall,
+            "main_us": 1e6 * (main1 - main0) / count,
+            "journal_us": 1e6 * (all1 - all0 - main1 + main0) / count,
+            "all_us": 1e6 * (all1 - all0) / count,
+            "share_of_core": (all1 - all0) / wall,
+            **{f"{part}_us": spent for part, spent in parts.items()},
+            "loop_us": 1e6 * (main1 - main0) / count - sum(parts.values()),
+            "decisions_per_s": self.clock.calls["decide"] / wall,
+            "reports_per_s": self.clock.calls["report"] / wall,
+        }
+
+
+def measure(seconds: float, repeats: int, rate: float) -> dict[str, float]:
+    results: list[dict[str, float]] = []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:  # a disk; /tmp may be memory
+            results.append(asyncio.run(Bench(Path(folder), rate).run(seconds)))
+    median = {name: statistics.median(each[name] for each in results) for name in results[0]}
+    return median | {"target_us": TARGET_US, "target_share": TARGET_SHARE}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each repeat")
+    parser.add_argument("--repeats", type=int, default=3, help="the table has medians")
+    parser.add_argument("--rate", type=float, default=400.0, help="trajectories a second, about")
+    parser.add_argument("--play", help=argparse.SUPPRESS)
+    parser.add_argument("--token-s", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.play:
+        play(json.loads(options.play), options.token_s)
+        return
+    result = measure(options.seconds, options.repeats, options.rate)
+    print(
+        json.dumps(result, indent=1)
+        if options.json
+        else "\n".join(f"{name:20} {value:10.3f}" for name, value in result.items())
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""From the sections of ``simulation.py`` to the document: tables, and the targets with what was reached."""
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import Any
+
+Row = dict[str, Any]
+
+TARGETS = {1: 1.30, 2: 1.20, 3: 1.10}
+"""Ours, streamed, against the best bound-keeping peer as it ships: the mean over all settings, by bound."""
+OURS = "staleflow"
+
+
+def render(results: dict[str, Any], seeds: int, steps: int, tuning_seed: int, quick: bool) -> str:
+    parts = [
+        "# Simulated results\n",
+        f"Made by `python bench/simulation.py --write`: {steps} steps, without the start, {seeds} paired "
+        f"seeds, ± is half a 95 % confidence interval. Splits are tuned for every policy with six runs under seed "
+        f"{tuning_seed}, which nothing is measured on. [The simulator](../simulator.md) says what is modelled, what is "
+        "assumed, and what each column means. Nothing here is a measurement of a cluster.\n",
+    ]
+    if quick:
+        parts.append("**This is `--quick`**: a quarter of the batch on a quarter of the GPUs, for a first look only.\n")
+    for name, section in PARTS.items():
+        if name in results:
+            parts += section(results[name])
+    return "\n".join(parts) + "\n"
+
+
+def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows]) + "\n"
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    return "" if value is None else format(value, form)
+
+
+def speed(row: Row) -> str:
+    return f"{row['trained_tokens_per_s']:,.0f} ± {number(row['ci95'], ',.0f') or '?'}"
+
+
+def price(row: Row) -> list[str]:
+    """What stands beside every figure."""
+    return [
+        f"{row['violations']}",
+        f"{row['mean_staleness']:.2f}",
+        f"{row['wasted_fraction']:.1%}",
+        f"{row['length_shift']:.3f}",
+    ]
+
+
+PRICE = ("broken", "staleness", "wasted", "length shift")
+
+
+def comparison(cells: list[Any]) -> list[str]:
+    parts = ["## The comparison\n", *targets(cells)]
+    for cell in cells:
+        parts.append(f"### {cell['preset']}, {cell['lengths']} lengths\n")
+        names = (
+            "bound",
+            "policy",
+            "GPUs r+t",
+            "tokens/s",
+            "x sync",
+            "x best peer",
+            "% limit",
+            "% law",
+            "binds",
+            *PRICE,
+        )
+        rows = [
+            [
+                f"{row['staleness']}",
+                row["policy"],
+                f"{row['rollout_gpus']}+{row['training_gpus']}",
+                speed(row),
+                number(row["vs_synchronous"]),
+                number(row["vs_best_bounded"]),
+                f"{row['percent_of_limit']:.0f}",
+                f"{row['percent_of_law']:.0f}",
+                row["law_binds"],
+                number(row["percent_of_even"], ".0f"),
+                *price(row),
+            ]
+            for row in cell["rows"]
+        ]
+        parts.append(table(names, rows))
+    return parts
+
+
+def targets(cells: list[Any]) -> list[str]:
+    bounds = sorted({row["staleness"] for cell in cells for row in cell["rows"]})
+
+    def of(policy: str, bound: int) -> list[Row]:
+        rows = [row for cell in cells for row in cell["rows"]]
+        return [row for row in rows if row["policy"] == policy and row["staleness"] == bound]
+
+    lines: list[list[str]] = []
+    for bound in bounds:
+        ours, batch = [[row["vs_best_bounded"] for row in of(name, bound)] for name in (OURS, f"{OURS}+batch")]
+        target = f"{TARGETS[bound]:.2f}" if bound in TARGETS else ""
+        lines.append([f"bound {bound}: ours over the best bounded peer, mean", target, f"{fmean(ours):.2f}"])
+        lines.append([f"bound {bound}: whole batches on both sides, mean", "1.02", f"{fmean(batch):.2f}"])
+        lines.append([f"bound {bound}: whole batches on both sides, least", "0.98", f"{min(batch):.2f}"])
+        if bound == 2:
+            sync = [row["vs_synchronous"] for row in of(OURS, bound)]
+            law = [row["percent_of_law"] for row in of(OURS, bound)]
+            lines.append(["bound 2: ours over synchronous, mean", "2.30", f"{fmean(sync):.2f}"])
+            even = [row["percent_of_even"] for row in of(OURS, bound)]
+            lines.append(["bound 2: percent of the law's ceiling, least", "85", f"{min(law):.0f}"])
+            lines.append(["bound 2: percent of the even ceiling, least", "", f"{min(even):.0f}"])
+    best = max(row["vs_best_bounded"] for bound in bounds for row in of(OURS, bound))
+    sync = max(row["vs_synchronous"] for bound in bounds for row in of(OURS, bound))
+    lines.append(["best case over the best bounded peer", "1.42", f"{best:.2f}"])
+    lines.append(["best case over synchronous", "2.68", f"{sync:.2f}"])
+    text = (
+        "The law's ceiling has a fleet that is full and, for the longest trajectories, empty. The even ceiling has one "
+        "in which all instances always run the same number of sequences, the best one: what it forbids, only a "
+        "scheduler that knows beforehand which trajectories become long could reach.\n"
+    )
+    return ["Over all settings below:\n", table(("what", "target", "reached"), lines), text]
+
+
+def variations(rows: list[Row], first: str) -> str:
+    names = (first, "GPUs r+t", "tokens/s", "ratio", *PRICE)
+    return table(
+        names,
+        (
+            [
+                row["name"],
+                f"{row['rollout_gpus']}+{row['training_gpus']}",
+                speed(row),
+                number(row["ratio"], ".3f"),
+                *price(row),
+            ]
+            for row in rows
+        ),
+    )
+
+
+def ablation(cells: list[Any]) -> list[str]:
+    parts = [
+        "## What each strategy is worth\n",
+        "One thing is changed at a time; the split stays that of the first line.\n",
+    ]
+    for cell in cells:
+        parts.append(f"### {cell['preset']}, {cell['lengths']} lengths, bound {cell['staleness']}\n")
+        parts.append(variations(cell["rows"], "strategies"))
+    return parts
+
+
+def chunks(cells: list[Any]) -> list[str]:
+    parts = ["## Streaming by chunk size\n", "paper-14b, independent lengths; groups that are fed at once.\n"]
+    for cell in cells:
+        parts += [f"Bound {cell['staleness']}:\n", variations(cell["rows"], "chunk")]
+    return parts
+
+
+def ready(cells: list[Any]) -> list[str]:
+    parts = ["## The exact Ready rule against literal slots\n", "paper-14b, correlated lengths.\n"]
+    for cell in cells:
+        consume = "streamed" if cell["consume"] == "stream" else "whole batches"
+        parts += [f"Bound {cell['staleness']}, {consume}:\n", variations(cell["rows"], "ledger")]
+    return parts
+
+
+def sensitivity(cells: list[Any]) -> list[str]:
+    names = ("what", "bound", "policy", "tokens/s", "x best peer", "% limit", "% law", "binds", *PRICE)
+    rows = [
+        [
+            cell["name"],
+            f"{cell['staleness']}",
+            row["policy"],
+            speed(row),
+            number(row["vs_best_bounded"]),
+            f"{row['percent_of_limit']:.0f}",
+            f"{row['percent_of_law']:.0f}",
+            row["law_binds"],
+            *price(row),
+        ]
+        for cell in cells
+        for row in cell["rows"]
+    ]
+    return ["## Sensitivity\n", "paper-14b, correlated lengths, one split for all policies.\n", table(names, rows)]
+
+
+def loses(section: Any) -> list[str]:
+    names = ("bound", "policy", "GPUs r+t", "tokens/s", "x sync", *PRICE)
+    rows = [
+        [
+            f"{row['staleness']}",
+            row["policy"],
+            f"{row['rollout_gpus']}+{row['training_gpus']}",
+            speed(row),
+            number(row["vs_synchronous"]),
+            *price(row),
+        ]
+        for row in section["rows"]
+    ]
+    text = (
+        "paper-32b on 4 GPUs, 16 groups a step, every reply 1,000 tokens long. There is no tail to hide, and an "
+        "instance takes 2 GPUs: the other 2 train for twice as long as all 4 would, while it has little to do.\n"
+    )
+    return ["## Where asynchrony loses\n", text, table(names, rows)]
+
+
+def killed(section: Any) -> list[str]:
+    text = f"Tokens that were made again: {section['made_again']:,.0f} in the mean of the runs.\n"
+    return ["## One instance killed\n", variations(section["rows"], "what happens"), text]
+
+
+def defaults(section: Any) -> list[str]:
+    parts = ["## The defaults\n", "Ratio to the defaults, mean and least over the workloads and bounds.\n"]
+    for name, found in section.items():
+        parts.append(f"{name.capitalize()} {', '.join(found['workloads'])}:\n")
+        rows = [[row["name"], f"{row['ratio']:.3f}", f"{row['worst']:.3f}"] for row in found["rows"]]
+        parts.append(table(("strategies", "mean", "least"), rows))
+    return parts
+
+
+PARTS: dict[str, Callable[[Any], list[str]]] = {
+    "comparison": comparison,
+    "ablation": ablation,
+    "chunks": chunks,
+    "ready": ready,
+    "sensitivity": sensitivity,
+    "loses": loses,
+    "killed": killed,
+    "defaults": defaults,
+}

@@ -1,0 +1,225 @@
+"""One reward worker, as the pool sees it: start, a batch of jobs, its answers in order, and how it ends.
+
+The event loop is woken up for batches, not for responses: a batch goes out in one system call; all answers that are
+there ``GATHER_S`` later, or when the pool has more to send, are read in one; and only where there are none (a slow
+reward) the socket is watched. One timer watches over the job that the worker is busy with. ::
+
+    worker = Worker(command, stderr, timeout_s=10, listener=pool)
+    await worker.ready(timeout_s=60)            # RewardError if it cannot be
+    worker.give(due, frame)                     # the listener hears of each answer, then that it is idle, or lost
+    await worker.end()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO, NamedTuple, Protocol
+
+from staleflow.reward.function import RewardError
+from staleflow.reward.wire import Answer, Frames, Job
+
+GATHER_S = 0.025
+"""Answers may wait so long for the next ones."""
+LAST_WORDS_S = 2.0
+"""How long one whose output has ended may take to end itself."""
+PIECE = 1 << 18
+
+
+class Due(NamedTuple):
+    """A response that is to be scored, and the job that it makes."""
+
+    name: str
+    job: Job
+
+
+class WorkerLostError(Exception):
+    """The worker is of no use any more."""
+
+
+class Listener(Protocol):
+    def answered(self, due: Due, answer: Answer) -> None: ...
+
+    def idle(self, worker: Worker) -> None:
+        """Everything that it was given is answered."""
+        ...
+
+    def lost(self, worker: Worker, why: str) -> None:
+        """It is of no use any more. It was busy with the first of what it has still ``due``."""
+        ...
+
+
+class Worker:
+    def __init__(
+        self, command: Sequence[str], stderr: int | IO[bytes] | None, timeout_s: float, listener: Listener
+    ) -> None:
+        self.due: deque[Due] = deque()
+        """What it has not answered, in the order of the answers."""
+        self._loop = asyncio.get_running_loop()
+        self._timeout_s = timeout_s
+        self._listener = listener
+        self._frames = Frames(Answer)
+        self._ready: asyncio.Future[str] = self._loop.create_future()
+        """Why it cannot be, or nothing."""
+        self._unsent = b""
+        self._stuck = False
+        """Whether the rest of a batch waits until it has read some."""
+        self._watched = False
+        """Whether the event loop watches for answers."""
+        self._closed = False
+        self._busy_since = 0.0
+        self._looking: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=stderr,
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                start_new_session=True,  # so that what the reward function starts can be killed with it
+            )
+        self._watch()
+
+    async def ready(self, timeout_s: float) -> None:
+        """Until it has loaded everything. ``RewardError``: it cannot."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                why = await self._ready
+        except TimeoutError:
+            why = f"the reward function was not loaded within {timeout_s:g} s"
+        except WorkerLostError:
+            why = f"the reward function cannot be loaded: {await self.last_words()}"
+        if why:
+            raise RewardError(why)
+
+    def give(self, due: deque[Due], frame: bytes) -> None:
+        """Score these; ``frame`` has their jobs."""
+        self.due = due
+        self._busy_since = self._loop.time()
+        self._unsent = frame
+        self._send()
+        self._looking = self._loop.call_at(self._busy_since + GATHER_S, self._look)
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._busy_since + self._timeout_s, self._overdue)
+
+    def look(self) -> None:
+        """Hear now what it has answered, if that was to be heard in a moment."""
+        if self._looking is not None:
+            self._looking.cancel()
+            self._look()
+
+    async def last_words(self) -> str:
+        """How it ended, once its output has."""
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, LAST_WORDS_S)
+        return f"the reward worker ended with exit code {self._process.returncode}"
+
+    async def end(self) -> None:
+        """Kill it with everything that it started."""
+        self._close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.to_thread(self._process.wait)
+
+    # What it says
+
+    def _look(self) -> None:
+        """Hear what has come. If nothing has, wait for it."""
+        self._looking = None
+        try:
+            data = self._socket.recv(PIECE)
+        except BlockingIOError:
+            self._watch()
+            return
+        except OSError:
+            data = b""
+        if self._watched:
+            self._watched = False
+            self._loop.remove_reader(self._socket)
+        if not data:
+            self._lose("")
+            return
+        was_busy = bool(self.due)
+        try:
+            for answer in self._frames.feed(data):
+                self._hear(answer)
+        except ValueError as error:
+            self._lose(f"the reward worker answered nonsense ({error})")
+        if self._closed:
+            return
+        if not self._ready.done():
+            self._watch()
+        elif self.due:
+            self._busy_since = self._loop.time()
+            self._looking = self._loop.call_at(self._busy_since + GATHER_S, self._look)
+        elif was_busy:
+            self._listener.idle(self)
+
+    def _hear(self, answer: Answer) -> None:
+        if not self._ready.done():
+            self._ready.set_result(answer.why)
+            return
+        if not self.due or answer.number != self.due[0].job.number:
+            raise ValueError(f"number {answer.number}, which it was not asked")
+        self._listener.answered(self.due.popleft(), answer)
+
+    def _watch(self) -> None:
+        self._watched = True
+        self._loop.add_reader(self._socket, self._look)
+
+    def _send(self) -> None:
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # it has died, which is noticed by its output
+            sent = len(self._unsent)
+        self._unsent = self._unsent[sent:]
+        if self._unsent:
+            self._stuck = True
+            self._loop.add_writer(self._socket, self._send)
+        elif self._stuck:
+            self._stuck = False
+            self._loop.remove_writer(self._socket)
+
+    # Within
+
+    def _overdue(self) -> None:
+        """One timer for all jobs: it looks how long the present one has taken."""
+        self._timer = None
+        if not self.due or self._closed:
+            return
+        left = self._busy_since + self._timeout_s - self._loop.time()
+        if left > 0 or self._looking is not None:  # the answer may be there and not looked at
+            self._timer = self._loop.call_later(max(left, GATHER_S), self._overdue)
+        else:
+            self._lose(f"the reward took more than {self._timeout_s:g} s")
+
+    def _lose(self, why: str) -> None:
+        if self._closed:
+            return
+        self._close()
+        if self._ready.done():
+            self._listener.lost(self, why)
+        else:
+            self._ready.set_exception(WorkerLostError(why))
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        for timer in (self._looking, self._timer):
+            if timer is not None:
+                timer.cancel()
+        self._socket.close()
