@@ -31,10 +31,11 @@ explore: $(READY)        ## every reachable state of small ledgers
 mutation: $(READY)       ## does a test notice each small change to staleflow/protocol?
 	$(BIN)/python scripts/mutation.py
 
-bench: $(READY)          ## speed of the ledger, the coordinator, the simulator, the data servers and the engine
+bench: $(READY)          ## speed of every part; bench/training.py, which takes half an hour, is run by hand
 	$(BIN)/python bench/ledger.py
 	$(BIN)/python bench/coordinator.py
 	$(BIN)/python bench/cycle.py
+	$(BIN)/python bench/control.py
 	$(BIN)/python bench/simulator.py
 	$(BIN)/python bench/servers.py
 	$(BIN)/python bench/engine.py

@@ -5,7 +5,7 @@
     worker.handle([Feed(0, groups), Finish(0)])
 
 A new version is pushed before anything else is done with the step: instances wait for weights, and nobody waits for
-metrics or checkpoints. Groups that gathered while the trainer was busy are packed into the same forward passes.
+a checkpoint. Groups that gathered while the trainer was busy are packed into the same forward passes.
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ class TrainerWorker:
         began = time.perf_counter()
         report = self.trainer.finish(step)
         self._push()
-        self._send(Pushed(self.trainer.version))
         self._busy_s += time.perf_counter() - began
         self._send(
             Trained(
@@ -108,6 +107,7 @@ class TrainerWorker:
                 self.idle_s,
             )
         )
+        self._send(Pushed(self.trainer.version))
         self._busy_s = self.idle_s = 0.0
 
     def _push(self) -> None:

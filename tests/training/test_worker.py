@@ -110,11 +110,11 @@ def test_groups_of_the_next_step_behind_a_finish_are_not_mixed_into_this_one(bas
     assert same(one.versions[2], two.versions[2])
 
 
-def test_a_version_is_out_before_its_facts_are(base: Any) -> None:
+def test_a_version_is_out_before_anything_is_said_of_it_and_its_facts_come_before_the_word(base: Any) -> None:
     desk = Desk(base)
     desk.worker.publish()
     assert desk.worker.handle([Feed(0, step()), Finish(0)])
-    began, pushed, said, trained = desk.out
+    began, pushed, trained, said = desk.out
     assert (began, pushed, said) == (("push", 0), ("push", 1), Pushed(1))
     assert isinstance(trained, Trained)
     wanted = {"reward", "shaped_reward", "updates", "groups_without_signal", "tokens_without_signal", "clip_fraction"}

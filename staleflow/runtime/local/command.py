@@ -40,6 +40,9 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     try:
         return _run(options)
+    except KeyboardInterrupt:
+        print("staleflow: stopped before training began, or by a second Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
     except (ValueError, OSError) as error:  # what the user can put right; anything else is our mistake
         print(f"staleflow: error: {error}", file=sys.stderr)
         return 2

@@ -164,7 +164,7 @@ class Pushed(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Trained(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """What a step was like: sent after its version can be pulled, so that nobody waits for it."""
+    """What a step was like: sent when its version can be pulled, right before ``Pushed``."""
 
     step: int
     facts: dict[str, float]

@@ -77,8 +77,6 @@ class LocalRun:
         self.task = task
         self.show = show
         self.record = Record(config.staleness)
-        self.latest: dict[str, float] = {}
-        """The facts of the latest step."""
         self.instances: dict[str, RemoteInstance] = {}
         self.interrupted = False
         self.notes: tuple[str, ...] = ()
@@ -93,8 +91,8 @@ class LocalRun:
         """Seconds of training in earlier lives of the run."""
         self._shown_s = 0.0
         """CPU seconds for what people look at."""
-        self._lengths: dict[int, tuple[list[int], int]] = {}
-        """By step that is committed and not reported yet: generated tokens of each trajectory, and prompt tokens."""
+        self._report: Trained | None = None
+        """What the trainer said of the latest step."""
         self._saving: dict[Path, tuple[int, bytes, asyncio.Event]] = {}
         """Checkpoints that the trainer was asked for: the version, our part of it, and whether it is there."""
         self._evaluated: set[int] = set()
@@ -214,7 +212,7 @@ class LocalRun:
                 self._trainer.version = version
                 self.control.on_pushed(version)
             case Trained():
-                self._trained(message)
+                self._report = message
             case Saved(folder=folder):
                 if (asked := self._saving.pop(Path(folder), None)) is not None:
                     asked[2].set()
@@ -265,6 +263,11 @@ class LocalRun:
         self.control.on_score_failed(name, why)
 
     # Training
+
+    @property
+    def loss(self) -> float | None:
+        """Of the latest step."""
+        return self._report.facts.get("loss") if self._report is not None else None
 
     @property
     def seconds(self) -> float:
@@ -322,9 +325,11 @@ class LocalRun:
         version = step + 1
         self.record.committed(version, self.seconds)
         members = [member for group in groups for member in group.members if member.state == "consumed"]
-        prompts = sum(member.group.prompt_tokens for member in members)
-        self._lengths[step] = ([member.generated for member in members], prompts)
+        if self._report is not None and self._report.step == step:
+            prompts = sum(member.group.prompt_tokens for member in members)
+            self._log_step(self._report, [member.generated for member in members], prompts)
         let_go(groups)
+        self.show(self)
         every = self.config.evaluation.every
         if every and version % every == 0 and version < self.config.steps:
             self.crew.send("evaluator", Evaluate(now=self.config.evaluation.when == "during"))
@@ -335,23 +340,21 @@ class LocalRun:
     def _aborted(self, trajectory: Trajectory, _reason: str) -> None:
         self.record.tokens_wasted += trajectory.generated
 
-    def _trained(self, message: Trained) -> None:
-        self.latest = message.facts
+    def _log_step(self, report: Trained, lengths: list[int], prompt_tokens: int) -> None:
+        """A step is committed: what its trainer said of it goes into the record, and to the log."""
         self.record.trained(
-            message.facts, message.token_staleness, message.trajectory_staleness, message.busy_s, message.idle_s
+            report.facts, report.token_staleness, report.trajectory_staleness, report.busy_s, report.idle_s
         )
-        self.show(self)
-        lengths, prompts = self._lengths.pop(message.step, ([], 0))
         self._metrics.write(
             {
-                "step": message.step,
-                "time": self.record.made_at.get(message.step + 1),
-                **message.facts,
-                "token_staleness": message.token_staleness,
-                "trajectory_staleness": message.trajectory_staleness,
-                "train_s": message.busy_s,
-                "idle_s": message.idle_s,
-                "prompt_tokens": prompts,
+                "step": report.step,
+                "time": self.record.seconds,
+                **report.facts,
+                "token_staleness": report.token_staleness,
+                "trajectory_staleness": report.trajectory_staleness,
+                "train_s": report.busy_s,
+                "idle_s": report.idle_s,
+                "prompt_tokens": prompt_tokens,
                 "lengths": lengths,
             }
         )

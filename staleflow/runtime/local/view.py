@@ -38,7 +38,7 @@ def status_of(run: LocalRun) -> Status:
         groups_in_flight=counts["live"] - counts["complete"] - counts["leased"],
         instances=tuple(_instance(run, name) for name in run.instances),
         waiting_for=run.control.waits_for(),
-        loss=run.latest.get("loss"),
+        loss=run.loss,
         notes=run.notes,
     )
 

@@ -108,28 +108,50 @@ def test_bound_0_equals_the_plain_synchronous_loop_also_across_a_resume(model: P
     assert summary["groups_admitted"] == summary["groups_committed"] == 10 * GROUPS
 
 
-def test_nothing_is_lost_or_repeated_when_instances_are_killed(model: Path, tmp_path: Path) -> None:
+def test_nothing_is_lost_or_repeated_by_killed_instances_ctrl_c_and_a_resume(model: Path, tmp_path: Path) -> None:
     config = configured(model, tmp_path, "steps=12", "staleness=2")
-    killed: list[int] = []
+    killed: list[str] = []
 
-    def watch(run: LocalRun) -> None:
-        due = 3 * (len(killed) + 1)
-        if len(killed) < 2 and run.server.ledger.version >= due:
-            name = f"i{len(killed)}"
-            killed.append(run.crew.children[name].pid)
-            os.kill(killed[-1], signal.SIGKILL)
+    def kill(run: LocalRun, name: str, version: int) -> None:
+        if name not in killed and run.server.ledger.version >= version:
+            killed.append(name)
+            os.kill(run.crew.children[name].pid, signal.SIGKILL)
 
-    summary, directory = run_once(config, model, watch=watch)
-    assert len(killed) == 2
+    def first(run: LocalRun) -> None:
+        kill(run, "i0", 2)
+        if run.server.ledger.version >= 5 and not run.interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stopped, directory = run_once(config, model, watch=first)
+    assert 5 <= stopped["steps"] < 12
+    summary, _ = run_once(config, model, directory, watch=lambda run: kill(run, "i1", 8))
+    assert killed == ["i0", "i1"]
     assert summary["steps"] == 12
+    assert summary["lives"] == 2
     assert summary["groups_committed"] == 12 * GROUPS
     assert summary["groups_released"] == {}
     assert summary["max_staleness"] <= 2
-    journal = DurableJournal(directory.journal(1), threaded=False)
-    committed = [name for event in journal.events() if event[0] in ("lease", "consume") for name in event[1]]
+    assert [row["step"] for row in read_metrics(directory.metrics)] == list(range(12))
+    trained = [name for life in (1, 2) for name in committed(directory.journal(life))]
+    assert len(trained) == len(set(trained)) == 12 * GROUPS
+
+
+def committed(path: Path) -> list[str]:
+    """The groups of every step that the journal says was committed."""
+    journal = DurableJournal(path, threaded=False)
+    found: list[str] = []
+    leased: list[str] = []
+    for kind, *rest in journal.events():
+        if kind == "lease":
+            leased += rest[0]
+        elif kind == "consume":
+            leased = list(rest[0])
+        elif kind == "rollback":
+            leased = []
+        elif kind == "commit":
+            found, leased = found + leased, []
     journal.close()
-    once = set(committed)
-    assert len(once) == 12 * GROUPS, "each group in one step"
+    return found
 
 
 def test_a_reward_that_always_fails_ends_the_run_with_one_line(model: Path, tmp_path: Path) -> None:
