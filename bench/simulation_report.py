@@ -29,6 +29,8 @@ def render(results: dict[str, Any], seeds: int, steps: int, tuning_seed: int, qu
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    rows = list(rows)
+    assert all(len(row) == len(names) for row in rows), names
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows]) + "\n"
 
 
@@ -67,6 +69,7 @@ def comparison(cells: list[Any]) -> list[str]:
             "% limit",
             "% law",
             "binds",
+            "% even",
             *PRICE,
         )
         rows = [

@@ -21,7 +21,7 @@ from __future__ import annotations
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.situation import Situation
 
-MARGIN = 1.25
+MARGIN = 1.4
 """How much more than the even number: work does not come evenly, and what starts early ends early."""
 
 FILLED = 0.8

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from staleflow.runtime.local.crew import Crew
 from staleflow.runtime.local.messages import (
     Abort,
@@ -114,16 +116,23 @@ class RemoteTrainer:
         self._server = server
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:
-        self._crew.send("trainer", Feed(step, [self._group(group) for group in groups]))
+        self._send(Feed(step, [self._group(group) for group in groups]))
 
     def finish(self, step: int) -> None:
-        self._crew.send("trainer", Finish(step))
+        self._send(Finish(step))
 
     def reset(self) -> None:
-        self._crew.send("trainer", Reset())
+        self._send(Reset())
 
     def save(self, folder: Path, also: dict[str, bytes]) -> None:
-        self._crew.send("trainer", Save(str(folder), also))
+        self._send(Save(str(folder), also))
+
+    def _send(self, message: msgspec.Struct) -> None:
+        """To one that is not ready nothing is said: it takes a dead one's place, and what that one was told in part
+        would be taken for the whole. Once it is ready it is reset, and told everything again."""
+        child = self._crew.children["trainer"]
+        if child.ready.is_set():
+            child.send(message)
 
     def durable(self) -> int:
         return self.version
