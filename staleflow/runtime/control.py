@@ -123,7 +123,7 @@ class ControlPlane:
         if self.ledger.frontier > self.ledger.version:
             self._steps = self.ledger.frontier
         else:
-            self._done.set()
+            self._end()
 
     # Membership
 
@@ -380,10 +380,14 @@ class ControlPlane:
 
     # Within
 
+    def _end(self) -> None:
+        self._feed.end()
+        self._done.set()
+
     def _committed(self) -> None:
         self.gauge.committed(self._now(), self.ledger.version, self.ledger.max_staleness)
         if self._steps is not None and self.ledger.version >= self._steps:
-            self._done.set()
+            self._end()
             return
         self._feed.push_on()
         self._changed()

@@ -26,11 +26,16 @@ class Feed:
         self._consume = consume
         self._drop = drop
         self._down = False
+        self._over = False
+
+    def end(self) -> None:
+        """The run has made its last version: nothing is handed over any more, however much is complete."""
+        self._over = True
 
     def push_on(self) -> None:
         """Hand over whatever can go now."""
         ledger = self._server.ledger
-        if self._down or ledger.frontier > ledger.version:
+        if self._down or self._over or ledger.frontier > ledger.version:
             return
         step = ledger.frontier
         if self._consume == "stream" and (groups := self._server.take()):

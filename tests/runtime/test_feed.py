@@ -51,6 +51,21 @@ def test_streamed_groups_do_not_wait_for_the_rest_of_their_step() -> None:
     assert bench.trainer.finished == [0]
 
 
+@pytest.mark.parametrize("consume", ["stream", "batch"])
+def test_after_the_last_step_nothing_more_is_trained(consume: Consume) -> None:
+    """Scores that came after it completed another step, and the last checkpoint held one version too many."""
+    bench = Bench(consume, batch=2)
+    bench.complete(2)
+    assert bench.push()
+    bench.feed.end()
+    bench.trainer.fed, bench.trainer.finished = [], []
+    bench.complete(3)
+    bench.feed.back()
+    bench.feed.push_on()
+    assert bench.trainer.fed == bench.trainer.finished == []
+    assert bench.ledger.frontier == bench.ledger.version == 1
+
+
 def test_a_batch_is_not_fed_in_parts() -> None:
     bench = Bench("batch", batch=3)
     bench.complete(2)

@@ -169,6 +169,8 @@ def test_checkpoints_load_in_transformers_and_summaries_have_their_keys(model: P
     assert found == ["step-000003", "step-000004"]
     AutoModelForCausalLM.from_pretrained(directory.checkpoints / "step-000004")
     AutoTokenizer.from_pretrained(directory.checkpoints / "step-000004")
+    trained = json.loads((directory.checkpoints / "step-000004" / "trainer.json").read_text())
+    assert trained["version"] == 4, "and not one that was made after the last step"
     wanted = {
         "accuracy_initial", "accuracy_final", "steps", "wall_s", "seconds_to_90", "tokens_trained", "tokens_wasted",
         "trained_tokens_per_s", "bound", "max_staleness", "staleness_histogram", "violations", "groups_admitted",
