@@ -50,8 +50,8 @@ from staleflow.runtime.local.messages import (
     Submit,
     Told,
     ToProcess,
-    Unpacker,
     pack,
+    unpacker,
 )
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.local.run import CYCLE_S, LAZY_S
@@ -176,7 +176,7 @@ def respond(prompt: bytes) -> bytes:
 def play(handles: list[int], token_s: float) -> None:
     """The first socket is the trainer's, the others are instances'."""
     sockets = [socket.socket(fileno=handle) for handle in handles]
-    unpackers = {end: Unpacker(ToProcess) for end in sockets}
+    unpackers = {end: unpacker(ToProcess) for end in sockets}
     instances = {end: Instance(token_s, Config()) for end in sockets[1:]}
     due: list[tuple[float, int]] = []
     while True:

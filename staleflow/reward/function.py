@@ -13,6 +13,8 @@ a finite number is a failure with a reason, never a zero::
     value = checked(score(problem, Response("42", (7, 9))))
 """
 
+import asyncio
+import inspect
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
@@ -49,6 +51,16 @@ def load_reward(spec: str, timeout_s: float = 10.0) -> Reward:
             raise TaskError(f"reward {spec!r} is not known: write module:function, an http address, or one of {names}")
         return make()
     return load_function(spec, "reward")
+
+
+def called(reward: Reward, problem: Problem, response: Response, runner: asyncio.Runner) -> float:
+    """The reward of a response, also where the function is ``async``. Raises whatever the function does."""
+
+    async def awaited(value: Awaitable[object]) -> object:
+        return await value
+
+    value: object = reward(problem, response)
+    return checked(runner.run(awaited(value)) if inspect.isawaitable(value) else value)
 
 
 def checked(value: Any) -> float:

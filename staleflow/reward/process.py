@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import IO, NamedTuple, Protocol
 
 from staleflow.reward.function import RewardError
-from staleflow.reward.wire import Answer, Frames, Job
+from staleflow.reward.wire import Answer, Job, answers
 
 GATHER_S = 0.025
 """Answers may wait so long for the next ones."""
@@ -64,7 +64,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._timeout_s = timeout_s
         self._listener = listener
-        self._frames = Frames(Answer)
+        self._frames = answers()
         self._ready: asyncio.Future[str] = self._loop.create_future()
         """Why it cannot be, or nothing."""
         self._unsent = b""

@@ -10,7 +10,6 @@ if the reward function never returns::
 """
 
 import asyncio
-import inspect
 import os
 import struct
 import sys
@@ -19,8 +18,9 @@ from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
 
-from staleflow.reward.function import Response, Reward, RewardError, checked, load_reward
-from staleflow.reward.wire import READY, Answer, Frames, Job, pack
+from staleflow.reward.function import Response, Reward, RewardError, called, load_reward
+from staleflow.reward.wire import READY, Answer, Job, pack
+from staleflow.reward.wire import jobs as job_frames
 from staleflow.tasks.task import Problem, TaskError
 
 PIECE = 1 << 20
@@ -63,23 +63,17 @@ def load_decoder(decoder: str) -> Decode | None:
 
 
 def score(reward: Reward, decode: Decode | None, job: Job, runner: asyncio.Runner) -> Answer:
-    async def awaited(value: object) -> object:
-        return await value if inspect.isawaitable(value) else value
-
     try:
         tokens: tuple[int, ...] = struct.unpack(f"<{len(job.tokens) // 4}i", job.tokens)
         response = Response(job.text if decode is None else decode(tokens), tokens)
-        value: object = reward(Problem(job.prompt, job.facts), response)
-        if inspect.isawaitable(value):
-            value = runner.run(awaited(value))
-        return Answer(job.number, reward=checked(value))
+        return Answer(job.number, reward=called(reward, Problem(job.prompt, job.facts), response, runner))
     except Exception as error:  # whatever the user's function raises is an answer, not the end of the worker
         return Answer(job.number, why=_line(error))
 
 
 def _read(stream: int, jobs: "SimpleQueue[Job]") -> None:
     """In a thread of its own: it must notice the end of the pool while the reward function is busy."""
-    frames = Frames(list[Job])
+    frames = job_frames()
     with suppress(OSError):  # the pool was killed
         while data := os.read(stream, PIECE):
             for together in frames.feed(data):

@@ -8,7 +8,6 @@ for evaluated in evaluator.evaluate(): ...      # what was kept, then the newest
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from staleflow.reward.function import Response, Reward, checked
+from staleflow.reward.function import Response, Reward, called
 from staleflow.rollout.engine import Engine, Load, Request, Sampling, WeightSource
 from staleflow.runtime.local.link import Gone, Link
 from staleflow.runtime.local.messages import Evaluate, Evaluated, Stop
@@ -76,18 +75,11 @@ class Evaluator:
                     problem = self._problems[int(result.name)][1]
                     response = Response(self._decode(result.tokens), tuple(result.tokens))
                     try:
-                        rewards.append(self._score(problem, response, runner))
+                        rewards.append(called(self._reward, problem, response, runner))
                     except Exception as error:  # whatever the user's function raises
                         failed, why = failed + 1, " ".join(f"{type(error).__name__}: {error}".split())[:300]
         accuracy = sum(rewards) / len(rewards) if rewards else None
         return Evaluated(version, accuracy, time.perf_counter() - began, failed, why)
-
-    def _score(self, problem: Problem, response: Response, runner: asyncio.Runner) -> float:
-        async def awaited(value: object) -> object:
-            return await value if inspect.isawaitable(value) else value
-
-        value: object = self._reward(problem, response)
-        return checked(runner.run(awaited(value)) if inspect.isawaitable(value) else value)
 
 
 def _copied(into: Mapping[str, Any], version: int, copies: Mapping[str, torch.Tensor]) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 from staleflow.coordinator.decide import Decision
 from staleflow.coordinator.situation import Route
 from staleflow.runtime.control import ControlPlane, Settings
+from staleflow.runtime.filters import no_signal
 from staleflow.runtime.outbox import HeldInstance, HeldRewards, HeldTrainer, Outbox
 from staleflow.runtime.ports import Report, Work
 from staleflow.servers.book import let_go, of_group
@@ -278,9 +279,3 @@ def encode(decision: Decision) -> tuple[Any, ...]:
         if not isinstance(command, Route)
     )
     return tuple(sorted((key, str(value)) for key, value in decision.inputs.items())), commands
-
-
-def no_signal(group: Group) -> str | None:
-    """Groups whose rewards are all equal teach nothing."""
-    rewards = {member.reward for member in group.members if member.state == "complete"}
-    return "no signal" if len(rewards) <= 1 else None

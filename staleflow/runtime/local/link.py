@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from staleflow.runtime.local.messages import Unpacker, pack
+from staleflow.runtime.local.messages import pack, unpacker
 
 PIECE = 1 << 20
 
@@ -30,7 +30,7 @@ class Link:
     def __init__(self, end: socket.socket, kinds: object) -> None:
         self._socket = end
         self._socket.setblocking(True)
-        self._unpacker = Unpacker(kinds)
+        self._unpacker = unpacker(kinds)
         self._came: deque[Any] = deque()
         """Messages that nobody has taken yet."""
 
@@ -58,7 +58,7 @@ class Channel(asyncio.Protocol):
     """The control plane's end: calls ``on_message`` for each message, and ``on_end`` once there will be no more."""
 
     def __init__(self, kinds: object, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
-        self._unpacker = Unpacker(kinds)
+        self._unpacker = unpacker(kinds)
         self._on_message = on_message
         self._on_end = on_end
         self._transport: asyncio.Transport | None = None

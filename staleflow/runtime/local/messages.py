@@ -6,15 +6,14 @@ little-endian bytes (``servers/payloads.py``). Weights do not come this way: the
 
 from __future__ import annotations
 
-import struct
 from typing import Any, Literal
 
 import msgspec
 
+from staleflow.frames import Frames, framed
 from staleflow.servers.lifecycle import Spans
 
 Role = Literal["instance", "trainer", "evaluator"]
-HEAD = 4
 MOST_BYTES = 2**31
 """A longer frame is refused before memory is taken for it."""
 
@@ -207,39 +206,10 @@ class Broken(msgspec.Struct, tag=True, array_like=True, frozen=True):
 ToProcess = Setup | Submit | Interrupt | Abort | Pull | Feed | Finish | Reset | Save | Evaluate | Stop
 FromProcess = Ready | News | Pushed | Trained | Saved | Evaluated | Broken
 
-_encode = msgspec.msgpack.Encoder().encode
-
 
 def pack(message: msgspec.Struct) -> bytes:
-    body = _encode(message)
-    if len(body) >= MOST_BYTES:
-        raise ValueError(
-            f"a {type(message).__name__} message of {len(body):,} bytes is over the limit: make steps smaller"
-        )
-    return struct.pack("<I", len(body)) + body
+    return framed(message, MOST_BYTES)
 
 
-class Unpacker:
-    """Messages out of a stream of bytes that comes in pieces of any size.
-
-    for message in unpacker.feed(data): ...
-    """
-
-    def __init__(self, kinds: object) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kinds)
-        self._held = bytearray()
-
-    def feed(self, data: bytes) -> list[Any]:
-        self._held += data
-        messages: list[Any] = []
-        at = 0
-        while len(self._held) - at >= HEAD:
-            (size,) = struct.unpack_from("<I", self._held, at)
-            if size >= MOST_BYTES:
-                raise ValueError(f"a message of {size:,} bytes was announced: the stream is damaged")
-            if len(self._held) - at - HEAD < size:
-                break
-            messages.append(self._decoder.decode(memoryview(self._held)[at + HEAD : at + HEAD + size]))
-            at += HEAD + size
-        del self._held[:at]
-        return messages
+def unpacker(kinds: object) -> Frames[Any]:
+    return Frames(kinds, MOST_BYTES)

@@ -20,8 +20,8 @@ from staleflow.runtime.local.messages import (
     ToProcess,
     TrainGroup,
     TrainRow,
-    Unpacker,
     pack,
+    unpacker,
 )
 
 ints = st.integers(0, 2**31)
@@ -67,13 +67,13 @@ def test_news_survive_any_cut_of_the_stream(messages: list, data: st.DataObject)
 def _cut_anywhere(messages: list, kinds: object, data: st.DataObject) -> None:
     stream = b"".join(pack(message) for message in messages)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    unpacker = Unpacker(kinds)
+    frames = unpacker(kinds)
     got = []
     for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        got += unpacker.feed(stream[begin:end])
+        got += frames.feed(stream[begin:end])
     assert got == messages
 
 
 def test_a_damaged_stream_is_refused_before_memory_is_taken_for_it() -> None:
     with pytest.raises(ValueError, match="damaged"):
-        Unpacker(ToProcess).feed(b"\xff\xff\xff\xff")
+        unpacker(ToProcess).feed(b"\xff\xff\xff\xff")
