@@ -1,12 +1,14 @@
 """The evidence in ``docs/results/simulation.md``: every simulated figure, section by section.
 
-    python bench/simulation.py --cache runs.jsonl                         # everything; hours on one core
+    python bench/simulation.py --cache runs.jsonl                         # everything, on all cores
     python bench/simulation.py --cache runs.jsonl --section ablation      # one section
     python bench/simulation.py --cache runs.jsonl --seconds 240           # stop after a while; go on later
+    python bench/simulation.py --cache runs.jsonl --jobs 4                # on four cores
     python bench/simulation.py --quick                                    # small settings, minutes
     python bench/simulation.py --cache runs.jsonl --write                 # the document, from what is there
 
 Each run goes to the cache as soon as it has ended and is never simulated again, so this can be stopped at any time.
+A section is a list of units, whose runs go to one pool of processes; figures do not depend on ``--jobs``.
 The cache knows nothing of the code: delete it when anything that decides has changed. With ``--json`` the sections are
 printed as one object.
 """
@@ -15,11 +17,11 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from simulation_report import render
 
@@ -33,10 +35,11 @@ from staleflow.simulate.compare import (
     key,
     measured,
     ratio,
-    simulated,
+    run_of,
     speed,
 )
 from staleflow.simulate.limits import balance, work_of
+from staleflow.simulate.parallel import Run, Runner, T, Unit, cores
 from staleflow.simulate.peers import (
     SLOTS_WITH_EXCHANGE,
     SLOTS_WITHOUT_EXCHANGE,
@@ -61,9 +64,9 @@ class OutOfTimeError(Exception):
 class Runs(dict[str, Row]):
     """Runs by their keys, each appended to a file as it comes."""
 
-    def __init__(self, path: Path | None, until: float) -> None:
+    def __init__(self, path: Path | None) -> None:
         super().__init__()
-        self._path, self._until = path, until
+        self._path = path
         if path is not None and path.exists():
             for line in path.read_text().splitlines():
                 name, run = json.loads(line)
@@ -74,8 +77,6 @@ class Runs(dict[str, Row]):
         if self._path is not None:
             with self._path.open("a") as file:
                 file.write(json.dumps([name, run]) + "\n")
-        if time.monotonic() > self._until:
-            raise OutOfTimeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,30 +108,55 @@ FULL = Scale(tuple(PRESETS), tuple(VARIANTS), BOUNDS, seeds=5, steps=20)
 QUICK = Scale(("paper-14b",), ("correlated",), (1, 2), seeds=2, steps=8, groups=32)
 
 
+class Case(NamedTuple):
+    """One line of a table."""
+
+    name: str
+    setting: Setting
+    policy: Policy = STALEFLOW
+
+
 @dataclass(slots=True)
 class Lab:
     scale: Scale
-    runs: MutableMapping[str, Row]
-    splits: dict[str, Setting] = field(default_factory=dict[str, Setting])
+    runner: Runner
 
-    def comparison(self, setting: Setting, policies: str, bounds: tuple[int, ...], tune: bool = True) -> list[Row]:
-        seeds = range(1, self.scale.seeds + 1)
-        return Comparison(setting, chosen(policies), bounds, seeds, tune=tune, on_run=_tell, runs=self.runs).rows()
+    @property
+    def seeds(self) -> range:
+        return range(1, self.scale.seeds + 1)
 
-    def tuned(self, setting: Setting) -> Setting:
+    def finish(self, units: Sequence[Unit[T]]) -> list[T]:
+        return self.runner.finish(units)
+
+    def comparison(self, setting: Setting, policies: str, bounds: tuple[int, ...], tune: bool = True) -> Comparison:
+        return Comparison(setting, chosen(policies), bounds, self.seeds, tune=tune, runs=self.runner.runs)
+
+    def rows(self, comparisons: Sequence[Comparison]) -> list[list[Row]]:
+        """Of each; all of their runs are simulated together."""
+        self.finish([unit for each in comparisons for unit in each.units()])
+        return [each.rows() for each in comparisons]
+
+    def tuned(self, setting: Setting) -> Unit[Setting]:
         """The setting with the split that serves ours best, as it is configured there."""
-        found = Comparison(setting, [STALEFLOW], [setting.staleness], [], tune=True, on_run=_tell, runs=self.runs)
-        return found.split(STALEFLOW, setting.staleness)
+        found = Comparison(setting, [STALEFLOW], [setting.staleness], [], tune=True, runs=self.runner.runs)
+        return found.tuning(STALEFLOW, setting.staleness)
 
-    def variation(self, name: str, setting: Setting, policy: Policy = STALEFLOW) -> Row:
-        """One line of a table: a setting, over all seeds."""
-        found = [self.run(policy, policy.fit(setting), seed) for seed in range(1, self.scale.seeds + 1)]
-        return self.line(name, setting, found)
+    def variations(self, cases: Sequence[Case]) -> Unit[list[Row]]:
+        """The lines of a table, each over all seeds."""
+        wanted = [[self.run(case, seed) for seed in self.seeds] for case in cases]
+        yield [run for runs in wanted for run in runs]
+        return [self.line(case, runs) for case, runs in zip(cases, wanted, strict=True)]
 
-    def line(self, name: str, setting: Setting, found: list[Row]) -> Row:
-        speeds = [speed(run, first_counted(setting.steps, setting.staleness)) for run in found]
+    def run(self, case: Case, seed: int) -> Run:
+        setting = case.policy.fit(case.setting)
+        what = f"{case.policy.name}, {setting.name}, bound {setting.staleness}, seed {seed}"
+        return run_of(case.policy, setting, seed, what)
+
+    def line(self, case: Case, runs: Sequence[Run]) -> Row:
+        found = [self.runner.runs[run.name] for run in runs]
+        speeds = [speed(run, first_counted(case.setting.steps, case.setting.staleness)) for run in found]
         return {
-            "name": name,
+            "name": case.name,
             "speeds": speeds,
             "trained_tokens_per_s": fmean(speeds),
             "ci95": half_width(speeds),
@@ -142,16 +168,16 @@ class Lab:
             "length_shift": fmean(run["length_shift"] for run in found),
         }
 
-    def run(self, policy: Policy, setting: Setting, seed: int) -> Row:
-        name = key(policy, setting, seed)
-        if name not in self.runs:
-            _tell(f"{policy.name}, {setting.name}, bound {setting.staleness}, seed {seed}")
-            self.runs[name] = simulated(policy, setting, seed)
-        return self.runs[name]
 
+def teller(until: float) -> Callable[[str], None]:
+    """Says what starts, as long as there is time for it."""
 
-def _tell(what: str) -> None:
-    print(f"  {what}", file=sys.stderr, flush=True)
+    def tell(what: str) -> None:
+        if time.monotonic() > until:
+            raise OutOfTimeError
+        print(f"  {what}", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def against(first: Row, rows: list[Row]) -> list[Row]:
@@ -164,10 +190,9 @@ def against(first: Row, rows: list[Row]) -> list[Row]:
 
 def comparison(lab: Lab) -> Any:
     cells = [(name, variant) for name in lab.scale.presets for variant in lab.scale.variants]
+    found = lab.rows([lab.comparison(lab.scale.setting(*cell), COMPARED, lab.scale.bounds) for cell in cells])
     return [
-        {"preset": name, "lengths": variant, "rows": lab.comparison(setting, COMPARED, lab.scale.bounds)}
-        for name, variant in cells
-        for setting in [lab.scale.setting(name, variant)]
+        {"preset": name, "lengths": variant, "rows": rows} for (name, variant), rows in zip(cells, found, strict=True)
     ]
 
 
@@ -190,39 +215,42 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 def ablation(lab: Lab, names: tuple[tuple[str, str], ...] | None = None) -> Any:
     cells = names or (("paper-14b", "correlated"), ("paper-30b-a3b", "correlated"), ("paper-14b", "long"))
-    found: list[Any] = []
-    for name, variant in cells[: 1 if lab.scale is QUICK else None]:
-        for bound in lab.scale.bounds:
-            base = lab.tuned(replace(lab.scale.setting(name, variant), staleness=bound))
-            rows = [lab.variation(label, with_strategies(base, **change)) for label, change in SWITCHES.items()]
-            found.append({"preset": name, "lengths": variant, "staleness": bound, "rows": against(rows[0], rows)})
-    return found
+    shown = cells[: 1 if lab.scale is QUICK else None]
+    return lab.finish([_ablation(lab, name, variant, bound) for name, variant in shown for bound in lab.scale.bounds])
+
+
+def _ablation(lab: Lab, name: str, variant: str, bound: int) -> Unit[Any]:
+    base = yield from lab.tuned(replace(lab.scale.setting(name, variant), staleness=bound))
+    cases = [Case(label, with_strategies(base, **change)) for label, change in SWITCHES.items()]
+    rows = yield from lab.variations(cases)
+    return {"preset": name, "lengths": variant, "staleness": bound, "rows": against(rows[0], rows)}
 
 
 def chunks(lab: Lab) -> Any:
-    found: list[Any] = []
-    for bound in lab.scale.bounds:
-        base = lab.tuned(replace(lab.scale.setting("paper-14b", "independent"), staleness=bound))
-        sizes = [size for size in (1, 2, 8, 32, 64, 128) if size <= base.groups]
-        rows = [lab.variation(str(size), base, chunked(size)) for size in sizes]
-        rows.append(lab.variation("whole batches", base, named("staleflow+batch")))
-        found.append({"staleness": bound, "rows": against(rows[0], rows)})
-    return found
+    return lab.finish([_chunks(lab, bound) for bound in lab.scale.bounds])
+
+
+def _chunks(lab: Lab, bound: int) -> Unit[Any]:
+    base = yield from lab.tuned(replace(lab.scale.setting("paper-14b", "independent"), staleness=bound))
+    cases = [Case(str(size), base, chunked(size)) for size in (1, 2, 8, 32, 64, 128) if size <= base.groups]
+    rows = yield from lab.variations([*cases, Case("whole batches", base, named("staleflow+batch"))])
+    return {"staleness": bound, "rows": against(rows[0], rows)}
 
 
 def ready(lab: Lab) -> Any:
-    found: list[Any] = []
-    for bound in lab.scale.bounds:
-        for consume in ("batch", "stream"):
-            base = replace(lab.scale.setting("paper-14b"), staleness=bound)
-            base = lab.tuned(with_strategies(base, consume=consume))
-            rows = [
-                lab.variation("exact", base),
-                lab.variation("slots, one exchange", base, SLOTS_WITH_EXCHANGE),
-                lab.variation("slots, no exchange", base, SLOTS_WITHOUT_EXCHANGE),
-            ]
-            found.append({"staleness": bound, "consume": consume, "rows": against(rows[0], rows)})
-    return found
+    return lab.finish([_ready(lab, bound, consume) for bound in lab.scale.bounds for consume in ("batch", "stream")])
+
+
+def _ready(lab: Lab, bound: int, consume: str) -> Unit[Any]:
+    base = replace(lab.scale.setting("paper-14b"), staleness=bound)
+    base = yield from lab.tuned(with_strategies(base, consume=consume))
+    cases = [
+        Case("exact", base),
+        Case("slots, one exchange", base, SLOTS_WITH_EXCHANGE),
+        Case("slots, no exchange", base, SLOTS_WITHOUT_EXCHANGE),
+    ]
+    rows = yield from lab.variations(cases)
+    return {"staleness": bound, "consume": consume, "rows": against(rows[0], rows)}
 
 
 def sensitivity(lab: Lab) -> Any:
@@ -253,15 +281,19 @@ def sensitivity(lab: Lab) -> Any:
         "bound 4": replace(base, staleness=4),
         "bound 8": replace(base, staleness=8),
     }
-    found: list[Any] = []
-    for name, setting in list(changes.items())[: 4 if lab.scale is QUICK else None]:
-        setting = with_split(setting, balance(setting, work_of(setting)).training_gpus)
-        setting = with_split(setting, max(1, round(0.85 * setting.training_gpus)))
-        rows = lab.comparison(
-            setting, "staleflow,staleflow+batch,window_wait,psrl_default", (setting.staleness,), False
-        )
-        found.append({"name": name, "staleness": setting.staleness, "rows": rows})
-    return found
+    shown = {name: _starved(changes[name]) for name in list(changes)[: 4 if lab.scale is QUICK else None]}
+    policies = "staleflow,staleflow+batch,window_wait,psrl_default"
+    found = lab.rows([lab.comparison(each, policies, (each.staleness,), tune=False) for each in shown.values()])
+    return [
+        {"name": name, "staleness": setting.staleness, "rows": rows}
+        for (name, setting), rows in zip(shown.items(), found, strict=True)
+    ]
+
+
+def _starved(setting: Setting) -> Setting:
+    """With somewhat fewer training GPUs than would keep up with the fleet if nothing waited."""
+    setting = with_split(setting, balance(setting, work_of(setting)).training_gpus)
+    return with_split(setting, max(1, round(0.85 * setting.training_gpus)))
 
 
 def loses(lab: Lab) -> Any:
@@ -269,23 +301,25 @@ def loses(lab: Lab) -> Any:
     base = lab.scale.setting("paper-32b")
     short = replace(base.workload, source=Sampled(Constant(1_000)))
     setting = replace(base, name="4 GPUs, constant lengths", workload=short, instances=1, training_gpus=2, groups=16)
-    return {"rows": lab.comparison(setting, "staleflow,synchronous,one_step,window_wait", (1, 2), tune=True)}
+    (rows,) = lab.rows([lab.comparison(setting, "staleflow,synchronous,one_step,window_wait", (1, 2))])
+    return {"rows": rows}
 
 
 def killed(lab: Lab) -> Any:
     """One of the instances dies in the middle of the run and stays dead."""
-    base = lab.tuned(lab.scale.setting("paper-14b"))
-    deaths: list[Row] = []
-    for seed in range(1, lab.scale.seeds + 1):
-        name = "killed " + key(STALEFLOW, base, seed)
-        if name not in lab.runs:
-            lab.runs[name] = _with_a_death(base, seed)
-        deaths.append(lab.runs[name])
-    rows = [
-        lab.variation("nothing happens", base),
-        lab.variation("one fewer from the start", _fewer(base)),
-        lab.line("one dies at half time", base, deaths),
+    return lab.finish([_killed(lab)])[0]
+
+
+def _killed(lab: Lab) -> Unit[Any]:
+    base = yield from lab.tuned(lab.scale.setting("paper-14b"))
+    wanted = [
+        Run("killed " + key(STALEFLOW, base, seed), f"one dies, seed {seed}", _with_a_death, (base, seed))
+        for seed in lab.seeds
     ]
+    yield wanted
+    rows = yield from lab.variations([Case("nothing happens", base), Case("one fewer from the start", _fewer(base))])
+    rows.append(lab.line(Case("one dies at half time", base), wanted))
+    deaths = [lab.runner.runs[run.name] for run in wanted]
     return {"rows": against(rows[0], rows), "made_again": fmean(run["wasted"].get("made again", 0) for run in deaths)}
 
 
@@ -332,25 +366,40 @@ SECTIONS: dict[str, Callable[[Lab], Any]] = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Regenerate the evidence from simulations.", allow_abbrev=False)
-    parser.add_argument("--section", choices=[*SECTIONS], action="append", help="only this one (may be repeated)")
-    parser.add_argument("--quick", action="store_true", help="small settings and few seeds, in minutes")
-    parser.add_argument("--cache", type=Path, metavar="FILE", help="where runs are kept and looked up")
-    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="stop after so long")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the document")
-    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
-    options = parser.parse_args()
-    scale = QUICK if options.quick else FULL
-    lab = Lab(scale, Runs(options.cache, time.monotonic() + options.seconds))
+def simulate(lab: Lab, sections: Sequence[str]) -> dict[str, Any]:
+    """As many of the sections as there is time for."""
     results: dict[str, Any] = {}
-    for name in options.section or SECTIONS:
+    for name in sections:
         print(name, file=sys.stderr, flush=True)
         try:
             results[name] = SECTIONS[name](lab)
         except OutOfTimeError:
             print(f"{name} is not done: run it again with the same --cache to go on", file=sys.stderr)
             break
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Regenerate the evidence from simulations.", allow_abbrev=False)
+    parser.add_argument("--section", choices=[*SECTIONS], action="append", help="only this one (may be repeated)")
+    parser.add_argument("--quick", action="store_true", help="small settings and few seeds, in minutes")
+    parser.add_argument("--cache", type=Path, metavar="FILE", help="where runs are kept and looked up")
+    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="stop after so long")
+    parser.add_argument("--jobs", type=int, default=cores(), metavar="N", help="processes (default: one for each core)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the document")
+    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
+    options = parser.parse_args()
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs} is impossible; give 1 or more")
+    scale = QUICK if options.quick else FULL
+    runs = Runs(options.cache)
+    tell = teller(time.monotonic() + options.seconds)
+    try:
+        with Runner(runs, options.jobs, tell) as runner:
+            results = simulate(Lab(scale, runner), options.section or [*SECTIONS])
+    except KeyboardInterrupt:
+        print("interrupted: run it again with the same --cache to go on", file=sys.stderr)
+        return 130
     if options.json:
         print(json.dumps(results, allow_nan=False))
     else:

@@ -7,13 +7,12 @@ They are equal, whatever a step costs, with ::
 
     n = W (bound + 1) / (I l)
 
-on each instance. Up to the knee of the cost model, where a step starts to take longer with every sequence, more
-trajectories cost the longest one nothing that they do not give back later: it runs as much faster while they are gone.
-So fresh work is started at once up to the knee, or to somewhat more than ``n`` where that is more; but never to more
-than KV memory will hold when all have grown: what does not fit is thrown out and prefilled again.
+on each instance. So fresh work is started where it gains at least the configured ``mu``; where the longest trajectories
+can bear fuller instances than that, also for less, up to somewhat more than ``n``; but never more than KV memory will
+hold when all have grown: what does not fit is thrown out and prefilled again.
 
-That number becomes the least marginal gain for which the waterfall starts fresh work (``mu``). An instance that holds
-long contexts gains less from another trajectory than one that holds short ones, and so gets fewer.
+All three numbers are compared as least marginal gains for the waterfall. An instance that holds long contexts gains
+less from another trajectory than one that holds short ones, and so gets fewer.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ FILLED = 0.8
 """The share of KV memory that trajectories of mean size may fill: some instances will get longer ones than others."""
 
 
-def fitting_mu(situation: Situation) -> float | None:
-    """The ``mu`` at which instances become as full as they should; None while too little is known."""
+def fitting_mu(situation: Situation, mu: float) -> float | None:
+    """What to use for ``mu`` so that instances become as full as they should; None while too little is known."""
     pace, fleet, queue = situation.pace, situation.fleet, situation.queue
     instances = int(fleet.alive.sum())
     if not (pace.longest_tokens and situation.batch_size and instances and queue and queue[-1].version is None):
@@ -39,13 +38,8 @@ def fitting_mu(situation: Situation) -> float | None:
     prompt = queue[-1].context
     memory = int((fleet.kv_free + fleet.context)[fleet.alive].max())
     fitting = FILLED * memory / (prompt + pace.grown_tokens)
-    wanted = max(knee(situation.cost), MARGIN * even)
-    return gain_at(situation.cost, min(wanted, fitting), prompt, pace.grown_tokens)
-
-
-def knee(cost: CostModel) -> float:
-    """Sequences up to which a step takes no longer for their number alone."""
-    return max(1.0, (cost.floor - cost.base) / cost.per_sequence) if cost.per_sequence else 1.0
+    bearable = gain_at(situation.cost, MARGIN * even, prompt, pace.grown_tokens)
+    return max(min(mu, bearable), gain_at(situation.cost, fitting, prompt, pace.grown_tokens))
 
 
 def gain_at(cost: CostModel, running: float, prompt: int, grown: float) -> float:

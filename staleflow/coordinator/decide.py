@@ -1,8 +1,9 @@
 """One decision: the strategies in order, each seeing what those before it decided.
 
 Synchronisation comes first, and its pulls count for the rest: work is routed by the version after the pull, so it
-spreads over all instances that pull. Then migration, the tail, and routing. Nothing is moved or routed that the tail
-ends. ``decide`` is a pure function: the same situation gives the same decision, and stays as it was. Use::
+spreads over all instances that pull. Then levelling among them, migration, the tail, and routing. Nothing is moved or
+routed that the tail ends. ``decide`` is a pure function: the same situation gives the same decision, and stays as it
+was. Use::
 
     decision = decide(situation, strategies)
     journal.write(decision.inputs)
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from staleflow.coordinator.crowding import fitting_mu
+from staleflow.coordinator.levelling import level
 from staleflow.coordinator.migration import migrate
 from staleflow.coordinator.routing import route
 from staleflow.coordinator.situation import Abort, Command, Interrupt, Pull, Situation, Truncate
@@ -39,7 +41,12 @@ def decide(situation: Situation, strategies: Strategies) -> Decision:
     strategies = _fitting(situation, strategies)
     pulls = synchronise(situation, strategies)
     work = _with_pulls(situation, pulls)
-    interrupts = migrate(work, strategies)
+    interrupts: list[Interrupt] = []
+    if strategies.migration == "gain":
+        interrupts, fleet = level(work, strategies, pulls)
+        work = replace(work, fleet=fleet)
+    moving = {interrupt.trajectory for interrupt in interrupts}
+    interrupts += [interrupt for interrupt in migrate(work, strategies) if interrupt.trajectory not in moving]
     ends = end_tail(work, strategies)
     if ends:
         ended = _ended(situation, ends)
@@ -54,7 +61,7 @@ def decide(situation: Situation, strategies: Strategies) -> Decision:
 
 def _fitting(situation: Situation, strategies: Strategies) -> Strategies:
     """With ``adapt``, as full as the run's own lengths and pace ask for; as configured until these are known."""
-    mu = fitting_mu(situation) if strategies.adapt else None
+    mu = fitting_mu(situation, strategies.mu) if strategies.adapt else None
     return strategies if mu is None else replace(strategies, mu=mu)
 
 

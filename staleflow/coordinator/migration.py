@@ -1,4 +1,4 @@
-"""Which trajectories come back to the server, to go on elsewhere.
+"""Which trajectories come back to the server, to go on elsewhere, because something waits for them or they for memory.
 
 Two reasons, and both move single trajectories, never a whole replica:
 
@@ -44,7 +44,11 @@ def off(situation: Situation, strategies: Strategies) -> list[Interrupt]:  # noq
     return []
 
 
-MIGRATION: dict[str, Callable[[Situation, Strategies], list[Interrupt]]] = {"gain": gain, "off": off}
+MIGRATION: dict[str, Callable[[Situation, Strategies], list[Interrupt]]] = {
+    "gain": gain,
+    "blocked": gain,  # it is levelling that makes the difference
+    "off": off,
+}
 
 
 def migrate(situation: Situation, strategies: Strategies) -> list[Interrupt]:
@@ -54,6 +58,8 @@ def migrate(situation: Situation, strategies: Strategies) -> list[Interrupt]:
 
 def _relieve(situation: Situation, strategies: Strategies, fleet: Fleet) -> list[Interrupt]:
     interrupts: list[Interrupt] = []
+    if not (fleet.alive & (fleet.waiting == 0)).any():
+        return interrupts
     excess = fleet.waiting.copy()
     for resident in situation.thrashing:
         source = resident.instance

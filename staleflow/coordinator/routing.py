@@ -10,8 +10,8 @@ Whatever rule picks the instance, every route keeps these promises:
 5. the oldest started trajectory for which no instance has memory or a slot claims the eligible instance with the most
    free memory, which takes no younger work in this call: short work cannot starve a long trajectory.
 
-The rules: ``waterfall`` takes the largest marginal gain, ``least_loaded`` the fewest running, ``round_robin`` the
-instance that was not used for longest::
+The rules: ``waterfall`` takes the largest marginal gain for what is fresh and the fastest instance for what is started,
+``least_loaded`` the fewest running, ``round_robin`` the instance that was not used for longest::
 
     routes = ROUTING[strategies.routing](situation, strategies)
 """
@@ -31,8 +31,11 @@ from staleflow.coordinator.strategies import Strategies
 
 
 def waterfall(situation: Situation, strategies: Strategies) -> list[Route]:
-    """The largest ``speed * (T(n + 1, c + context) - T(n, c))`` wins. A fresh group is started only where the gain,
-    at the speed of the cost model, is at least ``mu / step(1, context)``: what is started must not wait for that."""
+    """For a fresh group the largest ``speed * (T(n + 1, c + context) - T(n, c))`` wins; it is started only where the
+    gain, at the speed of the cost model, is at least ``mu / step(1, context)``.
+
+    What is started must not wait for that, and goes where a step will be shortest: with the largest gain, long contexts
+    would all be sent to one instance, where they slow nobody but each other, and they are what steps wait for."""
     fleet = situation.fleet.copy()
     return _Filling(situation, fleet, strategies.headroom, _Gain(fleet, situation.cost, strategies.mu)).run()
 
@@ -64,11 +67,11 @@ def route(situation: Situation, strategies: Strategies) -> list[Route]:
 class _Rule(Protocol):
     """How good each instance is for one more sequence; the highest score wins if it is at least ``least``."""
 
-    def scores(self, context: int) -> Floats:
+    def scores(self, context: int, fresh: bool) -> Floats:
         """For every row; the array is the caller's."""
         ...
 
-    def score(self, row: int, context: int) -> float: ...
+    def score(self, row: int, context: int, fresh: bool) -> float: ...
     def least(self, context: int) -> float: ...
     def longest(self) -> Floats:
         """For every row, the longest context for which its score is enough."""
@@ -88,15 +91,20 @@ class _Gain:
         self.step = cost.step_times(self.more, fleet.context)
         """With one more sequence, its own context not counted."""
 
-    def scores(self, context: int) -> Floats:
+    def scores(self, context: int, fresh: bool) -> Floats:
         gain = self.step + self.cost.per_context_token * context
-        np.divide(self.more, gain, out=gain)
-        gain -= self.now
+        if fresh:
+            np.divide(self.more, gain, out=gain)
+            gain -= self.now
+        else:
+            np.reciprocal(gain, out=gain)
         gain *= self.speed
         return gain
 
-    def score(self, row: int, context: int) -> float:
-        return float(self.speed[row] * self._gain(row, context))
+    def score(self, row: int, context: int, fresh: bool) -> float:
+        if fresh:
+            return float(self.speed[row] * self._gain(row, context))
+        return float(self.speed[row] / (self.step[row] + self.cost.per_context_token * context))
 
     def _gain(self, row: int, context: int) -> float:
         """At the speed of the cost model."""
@@ -129,10 +137,10 @@ class _Fewest:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
 
-    def scores(self, context: int) -> Floats:  # noqa: ARG002
+    def scores(self, context: int, fresh: bool) -> Floats:  # noqa: ARG002
         return -self.fleet.running.astype(np.float64)
 
-    def score(self, row: int, context: int) -> float:  # noqa: ARG002
+    def score(self, row: int, context: int, fresh: bool) -> float:  # noqa: ARG002
         return -float(self.fleet.running[row])
 
     def least(self, context: int) -> float:  # noqa: ARG002
@@ -149,10 +157,10 @@ class _Turns:
         self.turns = -((np.arange(size, dtype=np.float64) - turn) % max(1, size))
         self.last = float(size)
 
-    def scores(self, context: int) -> Floats:  # noqa: ARG002
+    def scores(self, context: int, fresh: bool) -> Floats:  # noqa: ARG002
         return self.turns.copy()
 
-    def score(self, row: int, context: int) -> float:  # noqa: ARG002
+    def score(self, row: int, context: int, fresh: bool) -> float:  # noqa: ARG002
         return float(self.turns[row])
 
     def least(self, context: int) -> float:  # noqa: ARG002
@@ -231,7 +239,7 @@ class _Filling:
         if self.fleet.running[row] >= self.fleet.max_running[row]:
             self._close(row)
         fits = not level.shut[row] and self.fleet.kv_free[row] >= context + self.headroom
-        again = self.rule.score(row, context) if fits else -inf
+        again = self.rule.score(row, context, level is self.levels.get(None)) if fits else -inf
         scores[row] = again if again >= least * self.fleet.speed[row] else -inf
         target = int(self.fleet.version[row])
         if version is None:
@@ -246,10 +254,11 @@ class _Filling:
         """
         if self._scored is not None and self._scored[0] is level and self._scored[1] == context:
             return self._scored[2]
-        scores = self.rule.scores(context)
+        fresh = level is self.levels.get(None)
+        scores = self.rule.scores(context, fresh)
         np.putmask(scores, level.shut, -inf)
         np.putmask(scores, self.fleet.kv_free < context + self.headroom, -inf)
-        least = self.rule.least(context) if level is self.levels.get(None) else -inf
+        least = self.rule.least(context) if fresh else -inf
         if least > -inf:
             np.putmask(scores, scores < least * self.fleet.speed, -inf)  # worth it for an instance of that speed
         self._scored = level, context, (scores, least)

@@ -101,6 +101,12 @@ class Fleet:
         self.context[index] += context
         self.kv_free[index] -= context + headroom
 
+    def remove(self, index: int, context: int) -> None:
+        """Count out a sequence of ``context`` tokens."""
+        self.running[index] -= 1
+        self.context[index] -= context
+        self.kv_free[index] += context
+
 
 class Queued(NamedTuple):
     """A trajectory in the server, waiting for an instance."""
@@ -172,6 +178,8 @@ class Situation:
     """Unfinished trajectories of the groups that the open step waits for."""
     thrashing: list[Resident] = field(default_factory=list["Resident"])
     """Trajectories waiting for KV memory inside an instance, latest first."""
+    movable: list[Resident] = field(default_factory=list["Resident"])
+    """Large trajectories on instances that are behind the newest version and hold more context than others there."""
     blocked_since: float | None = None
     """Since when the open step has had nothing else to wait for than the blockers."""
     turn: int = 0

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_type_hints
 Consume = Literal["stream", "batch"]
 Routing = Literal["waterfall", "least_loaded", "round_robin"]
 Synchronisation = Literal["gain", "greedy", "starved"]
-Migration = Literal["gain", "off"]
+Migration = Literal["gain", "blocked", "off"]
 Tail = Literal["wait", "replace", "truncate"]
 
 
@@ -20,8 +20,9 @@ class Strategies:
     routing: Routing = "waterfall"
     synchronisation: Synchronisation = "greedy"
     migration: Migration = "gain"
+    """``blocked`` moves only what is waited for or waits for memory; ``gain`` also evens contexts out at pulls."""
     tail: Tail = "wait"
-    mu: float = 0.1
+    mu: float = 0.3
     """Waterfall: the least marginal gain worth having, as a share of what an empty instance would gain."""
     adapt: bool = True
     """Waterfall: derive mu from the run's own lengths as soon as they are known; until then it is the one given."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 
 import numpy as np
 
@@ -14,6 +15,10 @@ from staleflow.servers.trajectories import TrajectoryServer
 
 MOST_QUEUED = 4096
 """One decision looks at no more trajectories than this, so that it takes tens of milliseconds; the next one goes on."""
+
+
+MOST_MOVABLE = 8
+"""The largest trajectories of an instance that levelling may choose from: with more of them it is even enough."""
 
 
 @dataclass(slots=True)
@@ -147,6 +152,7 @@ def situate(
         if len(blocking.groups) <= strategies.tail_groups
         else [],
         thrashing=thrashing(table) if fleet.waiting.any() else [],
+        movable=movable(table, ledger.version) if strategies.migration == "gain" else [],
         blocked_since=blocking.since,
     )
 
@@ -164,6 +170,20 @@ def thrashing(table: FleetTable) -> list[Resident]:
         waiting = int(table.fleet.waiting[row])
         latest = list(table.members[row].residents.values())[-waiting:]
         found += [resident(each, table.rows) for each in reversed(latest) if each.state == "running"]
+    return found
+
+
+def movable(table: FleetTable, newest: int) -> list[Resident]:
+    """The large trajectories on instances that hold more context than others which could pull now."""
+    fleet = table.fleet
+    behind = fleet.alive & ~fleet.pulling & (fleet.version < newest)
+    if np.count_nonzero(behind) < 2:
+        return []
+    found: list[Resident] = []
+    for row in np.flatnonzero(behind & (fleet.context > fleet.context[behind].mean())):
+        running = [each for each in table.members[row].residents.values() if each.state == "running"]
+        largest = nlargest(MOST_MOVABLE, running, key=lambda each: each.context)
+        found += [resident(each, table.rows) for each in largest]
     return found
 
 

@@ -40,6 +40,8 @@ from staleflow.simulate.weights import SimWeights
 DECISION = "decision"
 SYNC_S = 0.02
 """How far the journal is behind where the control plane may crash."""
+STALL_S = 3600.0
+"""Without any news for so long, beyond what training a step may take, a run is stuck."""
 
 
 class Cluster:
@@ -180,6 +182,7 @@ class Cluster:
             setting.rollout,
             cycle_s=setting.cycle_s,
             pull_s=setting.weight_bytes / setting.link_bandwidth,
+            stall_s=STALL_S + self._longest_step_s(),
         )
         self.outbox = outbox = Outbox(self.journal)
         self.journal.on_durable = outbox.release
@@ -191,6 +194,12 @@ class Cluster:
         control.on_decision = self._decided
         control.filter = no_signal if setting.filter_uniform else control.filter
         return control
+
+    def _longest_step_s(self) -> float:
+        """What training a step takes at most: with few GPUs for it, many hours in which nothing else happens."""
+        setting, trainer = self.setting, self.setting.trainer
+        tokens = setting.groups * setting.group_size * setting.longest()
+        return trainer.train_s(tokens) + trainer.fixed_s + trainer.push_s
 
     def new_rollout(self, name: str, speed: float = 1.0) -> SimRollout:
         setting = self.setting
@@ -221,8 +230,12 @@ class Cluster:
             self.control.on_scored(name, reward)
 
     def pushed(self, version: int) -> None:
-        if not self.down:
-            self.control.on_pushed(version)
+        if self.down:
+            return
+        if self.setting.strategies.migration == "gain":  # somebody will ask how large everything is
+            for rollout in self.rollouts:
+                rollout.stream()
+        self.control.on_pushed(version)
 
     # What they ask
 

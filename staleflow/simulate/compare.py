@@ -1,9 +1,9 @@
 """Several policies on one workload, paired: the same prompts and lengths for all of them under each seed.
 
 A row is one policy under one bound, over all seeds. Nothing in it is taken from what a policy says of itself. The
-same part of every run is trimmed (``first_counted``). Use::
+same part of every run is trimmed (``first_counted``). Rows do not depend on ``jobs``. Use::
 
-    comparison = Comparison(preset("paper-14b"), chosen("all"), bounds=[1, 2], seeds=range(1, 6), tune=True)
+    comparison = Comparison(preset("paper-14b"), chosen("all"), bounds=[1, 2], seeds=range(1, 6), tune=True, jobs=8)
     comparison.rows()
 """
 
@@ -16,16 +16,14 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import sqrt
 from statistics import fmean, stdev
-from typing import Any
 
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.faults import arm
 from staleflow.simulate.limits import Law, Work, balance, ceiling, even_ceiling, in_turn, limit, splits, work_of
+from staleflow.simulate.parallel import Row, Run, Runner, T, Unit
 from staleflow.simulate.peers import STALEFLOW, Policy
 from staleflow.simulate.presets import Setting
 from staleflow.simulate.result import row
-
-Row = dict[str, Any]
 
 TUNING_SEED = 90_001
 """Splits are tuned on a workload that nothing is measured on."""
@@ -56,6 +54,8 @@ class Comparison:
     """Told what is about to be simulated."""
     runs: MutableMapping[str, Row] = field(default_factory=dict[str, Row])
     """What has been simulated already, by ``key``: nothing in it is simulated again."""
+    jobs: int = 1
+    """Processes to simulate in."""
     _work: Work | None = None
 
     @property
@@ -70,13 +70,13 @@ class Comparison:
         return limit(self.setting, self.work)
 
     def rows(self) -> list[Row]:
+        found = iter(self._finish(self.units()))
         rows: list[Row] = []
         for bound in self.bounds:
-            rows += self._rows_of(bound)
+            rows += self._rows_of(bound, {policy.name: next(found) for policy in self.policies})
         return rows
 
-    def _rows_of(self, bound: int) -> list[Row]:
-        runs = {policy.name: self._measure(policy, bound) for policy in self.policies}
+    def _rows_of(self, bound: int, runs: Mapping[str, Sequence[Row]]) -> list[Row]:
         first = first_counted(self.setting.steps, bound)
         speeds = {name: [speed(run, first) for run in found] for name, found in runs.items()}
         kept = {
@@ -148,18 +148,29 @@ class Comparison:
         setting = self._fitted(policy, bound)
         return even_ceiling(setting, setting.strategies.consume == "stream", self.work)
 
-    def _fitted(self, policy: Policy, bound: int) -> Setting:
+    def _fitted(self, policy: Policy, bound: int, split: Setting | None = None) -> Setting:
+        """The setting, or a split of it, as the policy runs it: it may use less of the bound."""
         used = bound if policy.most_staleness is None else min(bound, policy.most_staleness)
-        return policy.fit(replace(self.setting, staleness=used))
+        return policy.fit(replace(split or self.setting, staleness=used))
 
     # Runs
 
-    def _measure(self, policy: Policy, bound: int) -> list[Row]:
-        split = self.split(policy, bound)
-        return [self._run(policy, bound, split, seed) for seed in self.seeds]
+    def units(self) -> list[Unit[list[Row]]]:
+        """The runs of each policy under each bound, bound by bound; for a ``Runner``."""
+        return [self._unit(policy, bound) for bound in self.bounds for policy in self.policies]
+
+    def _unit(self, policy: Policy, bound: int) -> Unit[list[Row]]:
+        split = yield from self.tuning(policy, bound)
+        wanted = [self._run(policy, bound, split, seed) for seed in self.seeds]
+        yield wanted
+        return [_under(bound, self.runs[run.name]) for run in wanted]
 
     def split(self, policy: Policy, bound: int) -> Setting:
         """The setting as given, or with the split that serves the policy best; six are tried for every policy."""
+        return self._finish([self.tuning(policy, bound)])[0]
+
+    def tuning(self, policy: Policy, bound: int) -> Unit[Setting]:
+        """``split``, for a ``Runner``."""
         if not self.tune or policy.colocated:
             return self.setting
         ways = {split.instances: split for split in splits(self.setting)}
@@ -168,29 +179,41 @@ class Comparison:
         def nearest(instances: float) -> int:
             return min(ways, key=lambda each: abs(each - instances))
 
-        def trial(instances: int) -> float:
-            run = self._run(policy, bound, ways[instances], TUNING_SEED)
-            return speed(run, first_counted(self.setting.steps, bound))
+        def trial(instances: int) -> Run:
+            return self._run(policy, bound, ways[instances], TUNING_SEED)
+
+        def fast(instances: int) -> float:
+            return speed(self.runs[trial(instances).name], first_counted(self.setting.steps, bound))
 
         tried = sorted({nearest(share * fair) for share in SHARES})
-        best = tried.index(max(tried, key=trial))
+        yield [trial(each) for each in tried]
+        best = tried.index(max(tried, key=fast))
         beside = [tried[at] for at in (best - 1, best + 1) if 0 <= at < len(tried)]
         tried += [nearest((tried[best] + other) / 2) for other in beside]
         if len(beside) < 2:  # the best is the least or the most that was tried: go on outside
             tried.append(nearest(tried[best] * (0.8 if best == 0 else 1.2)))
-        return ways[max(tried, key=trial)]
+        yield [trial(each) for each in tried]
+        return ways[max(tried, key=fast)]
 
-    def _run(self, policy: Policy, bound: int, setting: Setting, seed: int) -> Row:
-        used = bound if policy.most_staleness is None else min(bound, policy.most_staleness)
-        setting = policy.fit(replace(setting, staleness=used))
-        name = key(policy, setting, seed, self.faults)
-        if name not in self.runs:
-            self.on_run(f"{policy.name}, bound {bound}, {setting.instances} instances, seed {seed}")
-            self.runs[name] = simulated(policy, setting, seed, self.faults)
-        run = self.runs[name]
-        # Of the bound that was asked for: a policy that uses less of it was run with less.
-        beyond = sum(count for age, count in run["group_staleness"].items() if int(age) > bound)
-        return run | {"violations": beyond}
+    def _run(self, policy: Policy, bound: int, split: Setting, seed: int) -> Run:
+        setting = self._fitted(policy, bound, split)
+        what = f"{policy.name}, bound {bound}, {setting.instances} instances, seed {seed}"
+        return run_of(policy, setting, seed, what, self.faults)
+
+    def _finish(self, units: Sequence[Unit[T]]) -> list[T]:
+        with Runner(self.runs, self.jobs, self.on_run) as runner:
+            return runner.finish(units)
+
+
+def run_of(policy: Policy, setting: Setting, seed: int, what: str, faults: int = 0) -> Run:
+    """A run to be simulated, of a setting that fits the policy."""
+    size = setting.instances * (setting.staleness + 1)
+    return Run(key(policy, setting, seed, faults), what, simulated, (policy, setting, seed, faults), size)
+
+
+def _under(bound: int, run: Row) -> Row:
+    """The run with its violations of the bound that was asked for: a policy that uses less of it was run with less."""
+    return run | {"violations": sum(count for age, count in run["group_staleness"].items() if int(age) > bound)}
 
 
 def first_counted(steps: int, bound: int) -> int:

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
 from staleflow.coordinator.strategies import ConfigError
@@ -17,7 +18,17 @@ from staleflow.runtime.control import StalledError
 from staleflow.simulate.clock import DeadlockError
 from staleflow.simulate.compare import Comparison, Row
 from staleflow.simulate.compare_picture import picture
-from staleflow.simulate.options import Subparsers, add_options, check_picture, read_changes, read_setting, refuse, write
+from staleflow.simulate.options import (
+    Subparsers,
+    add_jobs,
+    add_options,
+    check_jobs,
+    check_picture,
+    read_changes,
+    read_setting,
+    refuse,
+    write,
+)
 from staleflow.simulate.peers import POLICIES, STALEFLOW, chosen
 from staleflow.simulate.workload import WorkloadError
 
@@ -58,6 +69,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--tune-split", action="store_true", help="give every policy the split of the GPUs that serves it best"
     )
     parser.add_argument("--faults", type=int, default=0, metavar="N", help="let N random faults happen in each run")
+    add_jobs(parser)
     parser.add_argument("--picture", metavar="FILE.svg", help="write throughput against staleness, and timelines")
     parser.set_defaults(run=run)
 
@@ -72,6 +84,10 @@ def run(options: argparse.Namespace) -> int:
         return refuse(error)
     except (StalledError, DeadlockError) as error:
         return refuse(f"a run is stuck: {error}", code=1)
+    except BrokenProcessPool:
+        return refuse("a process was ended from outside, perhaps for its memory; give fewer --jobs", code=1)
+    except KeyboardInterrupt:
+        return refuse("interrupted", code=130)
     if path:
         try:
             write(path, drawn)
@@ -112,6 +128,7 @@ def read(options: argparse.Namespace) -> Comparison:
         tune=options.tune_split,
         faults=options.faults,
         on_run=tell,
+        jobs=check_jobs(options.jobs),
     )
 
 

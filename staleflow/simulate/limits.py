@@ -14,8 +14,8 @@ latency. ``R`` is for instances that are always as full as memory allows, which 
 does both, so the ceiling is not a target that can be met: it says what cannot be.
 
 *The even ceiling* is nearer to what can: every instance always runs the same number of sequences, the best one, and
-both ``R`` and ``L`` are for that number. It is no law: a scheduler that knew which trajectories become long could give
-them emptier instances. Nobody knows, and to move them later costs their prefill. Use::
+both ``R`` and ``L`` are for that number; and every instance pulls every version and prefills again what it holds then,
+which adds to both. It is no law: a scheduler could leave some instances emptier, or some versions out. Use::
 
     limit(setting)                        # tokens per second
     ceiling(setting, streamed=True)       # the best split's; law(...) is that of the setting's own split
@@ -92,8 +92,7 @@ def work_of(setting: Setting) -> Work:
         alone = cost.steps(tokens, 1, before) + cost.fixed + cost.per_prefill_token * before
         longest += tokens / BATCHES
         seconds += alone / BATCHES
-    pull = setting.weight_bytes / min(setting.link_bandwidth, setting.total_bandwidth)
-    waits = pull + setting.reward_s / 2
+    waits = pull_s(setting) + setting.reward_s / 2
     size = setting.groups * setting.group_size
     return Work(
         tokens=mean * size,
@@ -183,17 +182,24 @@ def limit(setting: Setting, work: Work | None = None) -> float:
 
 
 def even_ceiling(setting: Setting, streamed: bool, work: Work | None = None) -> float:
-    """Tokens per second at most, if every instance always runs the same number of sequences, for the best split."""
+    """Tokens per second at most, if all instances always run the same number and pull everything; the best split's."""
     work = work_of(setting) if work is None else work
-    paces = [
-        (rate(setting, work, running), setting.rollout.step(running, int(running * (work.grown + work.prompt))))
-        for running in range(1, most_running(setting, work) + 1)
-    ]
+    cost, bound = setting.rollout, setting.staleness
+    paces: list[tuple[float, float, float]] = []
+    for running in range(1, most_running(setting, work) + 1):
+        context = running * (work.grown + work.prompt)
+        again = pull_s(setting) + cost.per_prefill_token * context
+        paces.append((rate(setting, work, running), cost.step(running, int(context)), again))
     least = float("inf")
     for split in splits(setting):
         terms = law(split, streamed, work)
-        after = terms.tail_s * (setting.staleness + 1) - work.longest_s
-        for tokens_per_s, step_s in paces:
-            tail = (work.waits_s + work.longest_tokens * step_s + after) / (setting.staleness + 1)
-            least = min(least, max(terms.train_s, work.tokens / (split.instances * tokens_per_s), tail))
+        after = terms.tail_s * (bound + 1) - work.longest_s
+        for tokens_per_s, step_s, again in paces:
+            rollout = work.tokens / (split.instances * tokens_per_s) + again
+            tail = (work.waits_s + work.longest_tokens * step_s + bound * again + after) / (bound + 1)
+            least = min(least, max(terms.train_s, rollout, tail))
     return work.tokens / least
+
+
+def pull_s(setting: Setting) -> float:
+    return setting.weight_bytes / min(setting.link_bandwidth, setting.total_bandwidth)

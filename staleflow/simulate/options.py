@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.strategies import ConfigError, Strategies
+from staleflow.simulate.parallel import cores
 from staleflow.simulate.presets import PRESETS, VARIANTS, Setting, preset, with_lengths, with_split
 from staleflow.simulate.workload import (
     Bimodal,
@@ -72,6 +73,16 @@ def add_options(parser: argparse.ArgumentParser, staleness: Callable[[str], Any]
         metavar="key=value",
         help="any setting of strategies, cluster or workload: consume=batch mu=0.3 training_gpus=16 max_tokens=8000",
     )
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--jobs", type=int, default=cores(), metavar="N", help="processes (default: one for each core)")
+
+
+def check_jobs(jobs: int) -> int:
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs} is impossible; give 1 or more")
+    return jobs
 
 
 def refuse(error: Exception | str, code: int = 2) -> int:

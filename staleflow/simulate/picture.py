@@ -25,6 +25,8 @@ LANES = 32
 """Instances that are shown; of more, as many, evenly chosen."""
 SAMPLES = 800
 """Columns at most. A run that needs more halves them and looks half as often from then on."""
+ROUNDING_S = 1e-9
+"""A shorter wait is none: sums of times are off by as much."""
 DOWN = -1
 
 # Okabe and Ito's colours, told apart with any colour vision; the shades of blue grow darker evenly.
@@ -89,7 +91,8 @@ class Timeline:
     def _look_at_trainer(self, now: float) -> None:
         """The trainer adds a wait to its account at the instant at which it ends."""
         for cause, total in self.cluster.trainer.idle.items():
-            if waited := total - self._idle.get(cause, 0.0):
+            waited = total - self._idle.get(cause, 0.0)
+            if abs(waited) > ROUNDING_S:
                 self.waits.append(Wait(now - waited, now, cause))
                 self._idle[cause] = total
 

@@ -7,25 +7,30 @@ The knobs are turned one after the other, the cheapest for learning first, and e
 3. *batch*: twice the groups for each step, so half the updates for the same data;
 4. *cap* on output tokens: half as long, as long as it cuts off few replies.
 
-Beside each trial stand the three terms of the law, and which of them binds. Use::
+Beside each trial stand the three terms of the law, and which of them binds. With more than one job, splits that may be
+needed next are simulated beside the one that is; the plan is the same. Use::
 
-    plan = make_plan(preset("paper-14b"), Search())
+    plan = make_plan(preset("paper-14b"), Search(), jobs=4)
     plan.best.setting, plan.best.tokens_per_s, [turn.gain for turn in plan.turns]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from staleflow.simulate.compare import TUNING_SEED, Row, first_counted, simulated
+from staleflow.simulate.compare import TUNING_SEED, first_counted, run_of
 from staleflow.simulate.compare import speed as measured_speed
 from staleflow.simulate.limits import Law, balance, ceiling, law, limit, splits, work_of
+from staleflow.simulate.parallel import Row, Run, Runner, Unit
 from staleflow.simulate.peers import STALEFLOW
 from staleflow.simulate.presets import Setting
 
 Knob = Literal["split", "bound", "batch", "cap"]
+
+FACTORS = (1.25, 0.8)
+"""Steps uphill: so many times the instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +89,24 @@ class Plan:
     """One trial for each bound, with the batch and the cap that were given."""
 
 
-def make_plan(setting: Setting, search: Search, on_run: Callable[[str], None] = lambda _: None) -> Plan:
+def make_plan(setting: Setting, search: Search, on_run: Callable[[str], None] = lambda _: None, jobs: int = 1) -> Plan:
     """Turn the knobs. Batch and cap start as they are given, the bound at 0, the split at the given one."""
+    with Runner({}, jobs, on_run) as runner:
+        return _make_plan(setting, search, runner)
+
+
+def _make_plan(setting: Setting, search: Search, runner: Runner) -> Plan:
     whole = setting.workload.max_tokens
 
-    def attempt(setting: Setting, climb: bool = True) -> Trial:
-        return _attempt(setting, whole, search, climb, on_run)
+    def attempt(setting: Setting) -> Trial:
+        return runner.finish([_attempt(setting, whole, search, runner)])[0]
 
-    start = attempt(setting, climb=False)
-    best = attempt(balance(setting))
+    start, best = runner.finish(
+        [
+            _attempt(setting, whole, search, runner, climb=False),
+            _attempt(balance(setting), whole, search, runner),
+        ]
+    )
     plan = Plan(start, best, [Turn("split", best.setting.training_gpus, start, best, taken=True)])
     for bound in range(search.most_staleness + 1):
         # The split of the bound before is a good one to start from.
@@ -133,22 +147,35 @@ def _turn(plan: Plan, knob: Knob, value: int, before: Trial, after: Trial, searc
     return after if taken else before
 
 
-def _attempt(setting: Setting, whole: int, search: Search, climb: bool, on_run: Callable[[str], None]) -> Trial:
+def _attempt(setting: Setting, whole: int, search: Search, runner: Runner, climb: bool = True) -> Unit[Trial]:
     """Simulate it with its split, or with the best one that can be reached from there uphill."""
     ways = {split.instances: split for split in splits(setting)}
     found: dict[int, Row] = {}
     first = first_counted(setting.steps, setting.staleness)
 
+    def near(instances: int, factor: float) -> int:
+        return min(ways, key=lambda each: abs(each - factor * instances))
+
+    def run(instances: int) -> Run:
+        what = f"bound {setting.staleness}, {setting.groups} groups, {instances} instances"
+        return run_of(STALEFLOW, ways[instances], search.seed, what)
+
+    def look(instances: int, ahead: Iterable[int]) -> Unit[None]:
+        """Simulate one, and beside it those that may come next, if that costs no time."""
+        yield [run(each) for each in (instances, *(ahead if runner.jobs > 1 else ()))]
+        found[instances] = runner.runs[run(instances).name]
+
     def speed(instances: int) -> float:
-        if instances not in found:
-            on_run(f"bound {setting.staleness}, {setting.groups} groups, {instances} instances")
-            found[instances] = simulated(STALEFLOW, ways[instances], search.seed)
         return measured_speed(found[instances], first)
 
     best = setting.instances
-    speed(best)
-    for factor in (1.25, 0.8) if climb else ():
-        while (other := min(ways, key=lambda each: abs(each - factor * best))) != best and speed(other) > speed(best):
+    factors = FACTORS if climb else ()
+    yield from look(best, [near(best, factor) for factor in factors])
+    for factor in factors:
+        while (other := near(best, factor)) != best:
+            yield from look(other, [near(other, factor)])
+            if speed(other) <= speed(best):
+                break
             best = other
     work = work_of(setting)
     streamed = setting.strategies.consume == "stream"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,17 @@ from staleflow.simulate.clock import DeadlockError
 from staleflow.simulate.compare_command import WIDTH, tell
 from staleflow.simulate.limits import Law, law, splits, work_of
 from staleflow.simulate.measured import read_run
-from staleflow.simulate.options import Subparsers, add_options, check_picture, read_changes, read_setting, refuse, write
+from staleflow.simulate.options import (
+    Subparsers,
+    add_jobs,
+    add_options,
+    check_jobs,
+    check_picture,
+    read_changes,
+    read_setting,
+    refuse,
+    write,
+)
 from staleflow.simulate.plan import Plan, Search, Trial, Turn, make_plan
 from staleflow.simulate.presets import preset
 from staleflow.simulate.workload import WorkloadError
@@ -57,6 +68,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="PERCENT",
         help="turn a knob only for so much more throughput (default: 5)",
     )
+    add_jobs(parser)
     parser.add_argument("--picture", metavar="FILE.svg", help="write throughput against bound and against split")
     parser.set_defaults(run=run)
 
@@ -74,11 +86,15 @@ def run(options: argparse.Namespace) -> int:
         setting = read_setting(options, measured.apply(preset(options.preset)) if measured else None)
         if "steps" not in changes:
             setting = replace(setting, steps=STEPS)
-        plan = make_plan(setting, search, on_run=tell)
+        plan = make_plan(setting, search, on_run=tell, jobs=check_jobs(options.jobs))
     except (ConfigError, WorkloadError, LedgerError) as error:
         return refuse(error)
     except (StalledError, DeadlockError) as error:
         return refuse(f"a run is stuck: {error}", code=1)
+    except BrokenProcessPool:
+        return refuse("a process was ended from outside, perhaps for its memory; give fewer --jobs", code=1)
+    except KeyboardInterrupt:
+        return refuse("interrupted", code=130)
     if path:
         try:
             write(path, draw(plan))

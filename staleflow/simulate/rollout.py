@@ -145,6 +145,12 @@ class SimRollout:
         began = {name: held.began for name, held in self._held.items()}
         return sum(generated - began[name] for name, generated in self.engine.progress(self._loop.now))
 
+    def stream(self) -> None:
+        """Tell the server how far everything here has come, as a worker does all the time."""
+        if self.up and self._pulling is None and self._loop.now >= self._hung_until:
+            self._stream()
+            self._arm()
+
     # Faults
 
     def crash(self) -> None:
@@ -163,7 +169,8 @@ class SimRollout:
     def _stream(self) -> None:
         """Send what a worker that streams every ``STREAM_S`` would have sent by now.
 
-        Nobody looks at these tokens unless the worker falls silent, so they are sent only then.
+        Nobody looks at these tokens unless the worker falls silent or a version is published, so they are sent only
+        then.
         """
         self._fire_events()
         now = self._loop.now

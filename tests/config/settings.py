@@ -43,7 +43,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "training.schedule": st.sampled_from(["constant", "linear", "cosine"]),
     "training.kl_coefficient": st.floats(0, 1),
     "training.lora_rank": st.integers(0, 8),
-    "strategies.migration": st.sampled_from(["gain", "off"]),
+    "strategies.migration": st.sampled_from(["gain", "blocked", "off"]),
     "strategies.mu": st.floats(0, 1),
     "evaluation.every": st.integers(0, 9),
     "checkpoints.keep": st.integers(0, 9),

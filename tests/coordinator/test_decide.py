@@ -16,7 +16,7 @@ ANY = st.builds(
     Strategies,
     routing=st.sampled_from(["waterfall", "least_loaded", "round_robin"]),
     synchronisation=st.sampled_from(["gain", "greedy", "starved"]),
-    migration=st.sampled_from(["gain", "off"]),
+    migration=st.sampled_from(["gain", "blocked", "off"]),
     tail=st.sampled_from(["wait", "replace", "truncate"]),
     mu=st.sampled_from([0.0, 0.3]),
 )

@@ -162,32 +162,45 @@ def test_the_younger_never_gets_a_place_that_the_older_could_have_had(case: Rand
             assert all(older.context > item.context for older in waiting)
 
 
+def test_long_started_contexts_are_not_gathered_on_one_instance_where_they_slow_each_other() -> None:
+    """The largest gain is always where the fewest would be slowed: that sent all of them to one empty instance."""
+    busy = [instance(f"busy-{at}", running=40, context=20_000, kv_free=10**6) for at in range(3)]
+    one = situation([*busy, instance("empty", kv_free=10**6)], started("g", 1, *[6_000] * 24))
+    went = list(targets(route(one, WATERFALL)).values())
+    assert max(went.count(name) for name in one.fleet.names) <= 12
+
+
+def test_fresh_work_goes_where_it_gains_most_even_if_others_are_faster() -> None:
+    views = [instance("slow but roomy", running=1, context=90_000), instance("fast", running=25, context=25_000)]
+    gains = [COST.throughput(n + 1, c + 9_000) - COST.throughput(n, c) for n, c in ((1, 90_000), (25, 25_000))]
+    assert gains[0] > gains[1]
+    assert COST.step(2, 99_000) > COST.step(26, 34_000)
+    assert targets(route(situation(views, fresh("g", 9_000), {1: 1}), WATERFALL)) == {"g.0": "slow but roomy"}
+    assert targets(route(situation(views, started("g", 1, 9_000)), WATERFALL)) == {"g.0": "fast"}
+
+
 @given(random_situations())
-def test_waterfall_without_a_threshold_is_a_brute_force_search_for_the_largest_gain(case: Random) -> None:
+def test_waterfall_is_a_brute_force_search_for_the_shortest_step_of_what_is_started(case: Random) -> None:
     one, _ = case
     one = replace(one, queue=one.queue[: one.started])
     went, headroom = targets(route(one, WATERFALL)), WATERFALL.headroom
     fleet, refused, claimed = one.fleet.copy(), inf, -1
     for item in one.queue:
-        gains: dict[int, float] = {}
-        fit = False
+        steps: dict[int, float] = {}
         for row in range(len(fleet.names)):
             n, c = int(fleet.running[row]), int(fleet.context[row])
             able = fleet.alive[row] and not fleet.waiting[row] and n < fleet.max_running[row] and row != claimed
             if able and fleet.version[row] >= item.level and fleet.kv_free[row] >= item.context + headroom:
-                fit = True
-                gain = COST.throughput(n + 1, c + item.context) - COST.throughput(n, c)
-                if gain >= 0:
-                    gains[row] = gain
+                steps[row] = COST.step(n + 1, c + item.context) / fleet.speed[row]
         if item.trajectory in went:
             row = fleet.names.index(went[item.trajectory])
-            assert gains[row] >= max(gains.values()) - 1e-9
+            assert steps[row] <= min(steps.values()) + 1e-9
             fleet.place(row, item.context, headroom)
             continue
-        assert not gains or item.context >= refused
+        assert not steps or item.context >= refused
         refused = min(refused, item.context)
         rows = [row for row in range(len(fleet.names)) if fleet.alive[row] and fleet.version[row] >= item.level]
-        if not fit and claimed < 0 and rows:
+        if not steps and claimed < 0 and rows:
             claimed = max(rows, key=lambda row: (fleet.kv_free[row], -row))
 
 

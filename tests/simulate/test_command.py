@@ -42,7 +42,7 @@ def test_the_row_has_the_names_that_outside_checks_rely_on(capsys: pytest.Captur
     for kind, names in NAMES.items():
         assert {name: type(row[name]) for name in names.split()} == dict.fromkeys(names.split(), kind)
     assert row["policy"] == "staleflow"
-    assert (row["rollout_gpus"], row["training_gpus"], row["staleness"]) == (8, 32, 2)
+    assert (row["rollout_gpus"], row["training_gpus"], row["staleness"]) == (8, 40, 2)
     assert (row["violations"], row["lost_groups"], row["repeated_groups"]) == (0, 0, 0)
 
 

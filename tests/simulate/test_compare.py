@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from staleflow.cli import main
-from staleflow.simulate.compare import Comparison, first_counted, half_width, simulated, speed
+from staleflow.simulate import parallel
+from staleflow.simulate.compare import Comparison, Row, first_counted, half_width, simulated, speed
 from staleflow.simulate.peers import POLICIES, STALEFLOW, chosen
 from staleflow.simulate.presets import preset
 
@@ -24,7 +25,7 @@ NAMES = [
 
 
 def compare(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["compare", "--json", *SMALL, *arguments]) == 0
+    assert main(["compare", "--json", "--jobs", "1", *SMALL, *arguments]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
     return json.loads(printed.out)
@@ -96,6 +97,27 @@ def test_nothing_is_simulated_twice() -> None:
     assert len(asked) == 4, "what was run before is known"
 
 
+def test_rows_and_runs_do_not_depend_on_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = replace(preset("paper-14b"), instances=6, training_gpus=8, groups=4, group_size=2, steps=3)
+
+    def compared(runs: dict[str, Row], jobs: int) -> tuple[list[Row], list[str]]:
+        asked: list[str] = []
+        policies = chosen("staleflow,synchronous,one_step,quota")
+        found = Comparison(setting, policies, [1, 2], [1, 2], True, on_run=asked.append, runs=runs, jobs=jobs).rows()
+        return [{name: value for name, value in row.items() if name != "wall_s_per_step"} for row in found], asked
+
+    alone: dict[str, Row] = {}
+    shared: dict[str, Row] = {}
+    rows, asked = compared(alone, jobs=1)
+    same, told = compared(shared, jobs=2)
+    assert same == rows
+    assert shared.keys() == alone.keys()
+    assert len(told) == len(asked) == len(alone), "nothing is simulated twice"
+    monkeypatch.delattr(parallel, "_Pool")
+    again, told = compared(shared, jobs=2)
+    assert (again, told) == (same, []), "what is known starts nothing"
+
+
 def test_the_pipeline_breaks_a_bound_of_0(capsys: pytest.CaptureFixture[str]) -> None:
     rows = compare(capsys, "--policies", "one_step,staleflow,synchronous", "--staleness", "0", "--seeds", "1")["rows"]
     assert [bool(row["violations"]) for row in rows] == [True, False, False]
@@ -113,7 +135,7 @@ def test_a_row_of_compare_is_that_of_simulate_but_for_the_trimmed_start(capsys: 
 def test_tables_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "compare.svg"
     call = ("--policies", "staleflow,quota,discard", "--staleness", "1,2", "--seeds", "1", "--picture", str(path))
-    assert main(["compare", *SMALL, *call]) == 0
+    assert main(["compare", "--jobs", "1", *SMALL, *call]) == 0
     text = capsys.readouterr().out
     for word in ("bound 1", "bound 2", "staleflow", "discard", "over age", "No-bubble limit", "% law", "shift"):
         assert word in text
@@ -169,6 +191,8 @@ def test_faults_happen_to_ours(capsys: pytest.CaptureFixture[str]) -> None:
         ("--staleness -1", "staleness=-1 is impossible"),
         ("--staleness 1 staleness=2", "staleness is given twice"),
         ("--seeds 0", "--seeds 0 is impossible"),
+        ("--jobs 0", "--jobs 0 is impossible; give 1 or more"),
+        ("--jobs all", "invalid int value: 'all'"),
         ("--faults 3", "--faults 3 is impossible for synchronous"),
         ("redundancy=2", "redundancy=2 is impossible for synchronous"),
         ("--gpus 1", "--gpus 1 are too few"),

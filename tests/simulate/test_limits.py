@@ -13,7 +13,7 @@ from staleflow.simulate.presets import PRESETS, preset, with_lengths, with_split
 from staleflow.simulate.result import throughput
 from staleflow.simulate.workload import Constant, Sampled, Workload
 
-BASE = preset("paper-14b")
+BASE = with_split(preset("paper-14b"), 32)
 SMALL = replace(BASE, instances=6, training_gpus=8, groups=8, group_size=4, steps=12, staleness=1)
 
 

@@ -229,3 +229,11 @@ def test_variants_of_lengths_change_what_they_say() -> None:
     means = {name: with_lengths(SMALL, name).workload.mean_tokens() for name in ("independent", "correlated", "long")}
     assert means["independent"] == means["correlated"]
     assert 5_000 < means["long"] < 6_000
+
+
+def test_a_step_that_trains_for_hours_is_no_stall() -> None:
+    """Few GPUs for long replies: nothing is heard for more than an hour while they are trained."""
+    slow = replace(SMALL, training_gpus=1, steps=2, trainer_per_token_gpu_s=1.0)
+    cluster = Cluster(slow, 1)
+    cluster.run()
+    assert cluster.loop.time() > 2 * 3_600

@@ -15,7 +15,7 @@ from staleflow.simulate.plan import Search, make_plan
 from staleflow.simulate.presets import preset
 from staleflow.simulate.workload import Constant, Sampled, Trace
 
-SMALL = ("--gpus", "14", "--groups", "8", "--group-size", "4", "--steps", "8", "--most-groups", "16")
+SMALL = ("--jobs", "1", "--gpus", "14", "--groups", "8", "--group-size", "4", "--steps", "8", "--most-groups", "16")
 BASE = replace(preset("paper-14b"), instances=6, training_gpus=8, groups=8, group_size=4, steps=10)
 
 
@@ -69,6 +69,11 @@ def test_no_cap_cuts_off_more_than_a_few_replies() -> None:
     assert free.best.setting.workload.max_tokens < 20_000
 
 
+def test_the_plan_does_not_depend_on_the_number_of_processes() -> None:
+    setting, search = replace(BASE, groups=4, group_size=2, steps=4), Search(most_staleness=1, most_groups=8)
+    assert make_plan(setting, search, jobs=2) == make_plan(setting, search)
+
+
 def test_table_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plan.svg"
     assert main(["plan", *SMALL, "--picture", str(path)]) == 0
@@ -114,7 +119,8 @@ def test_the_profile_of_a_run_is_used(tmp_path: Path) -> None:
 
 def test_a_plan_from_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = run_directory(tmp_path)
-    assert main(["plan", "--json", "--run-dir", str(folder), "--gpus", "4", "--steps", "4", "--most-groups", "4"]) == 0
+    small = ("--jobs", "1", "--gpus", "4", "--steps", "4", "--most-groups", "4")
+    assert main(["plan", "--json", "--run-dir", str(folder), *small]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["preset"] == "measured run"
     assert "has no profile.json" in found["notes"][0]
@@ -170,6 +176,7 @@ def test_a_missing_or_broken_file_is_one_line(tmp_path: Path, name: str, text: s
         ("--worth -1", "--worth -1 is impossible"),
         ("--most-staleness -1", "--most-staleness -1 is impossible"),
         ("--most-groups 0", "--most-groups 0 is impossible"),
+        ("--jobs -1", "--jobs -1 is impossible; give 1 or more"),
         ("policy=quota", "policy has no meaning for a plan"),
         ("--picture x.png", "give a name that ends in .svg"),
         ("--gpus 0", "--gpus 0 are too few"),
