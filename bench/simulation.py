@@ -1,6 +1,6 @@
 """The evidence in ``docs/results/simulation.md``: every simulated figure, section by section.
 
-    python bench/simulation.py --cache runs.jsonl                         # everything, on all cores
+    python bench/simulation.py --cache runs.jsonl                         # everything, on all cores: hours on two
     python bench/simulation.py --cache runs.jsonl --section ablation      # one section
     python bench/simulation.py --cache runs.jsonl --seconds 240           # stop after a while; go on later
     python bench/simulation.py --cache runs.jsonl --jobs 4                # on four cores
@@ -17,12 +17,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from lanes import lanes
 from simulation_report import render
 
 from staleflow.simulate.cluster import Cluster
@@ -38,7 +39,7 @@ from staleflow.simulate.compare import (
     run_of,
     speed,
 )
-from staleflow.simulate.limits import balance, work_of
+from staleflow.simulate.limits import balance, ceiling, even_ceiling, work_of
 from staleflow.simulate.parallel import Run, Runner, T, Unit, cores
 from staleflow.simulate.peers import (
     SLOTS_WITH_EXCHANGE,
@@ -49,12 +50,25 @@ from staleflow.simulate.peers import (
     chunked,
     named,
 )
-from staleflow.simulate.presets import PRESETS, VARIANTS, Setting, preset, with_lengths, with_split, with_strategies
+from staleflow.simulate.presets import VARIANTS, Setting, preset, with_lengths, with_split, with_strategies
 from staleflow.simulate.workload import Constant, Lognormal, PowerLaw, Sampled
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "results" / "simulation.md"
-COMPARED = "all,staleflow+batch,one_step+stream,window_wait+stream,discard+stream,psrl_default+stream"
-BOUNDS = (1, 2, 3)
+PREDICTED = DOCUMENT.parent / "simulator_error.json"
+"""What ``simulator_error.py --json`` has measured."""
+
+MAIN = "staleflow,synchronous,one_step,window_wait,discard,psrl_default,staleflow+batch"
+"""The peers that keep the bound, and ours with and without streaming."""
+ALL = "all,staleflow+batch,window_wait+stream"
+PAPER = ("paper-14b", "paper-32b", "paper-30b-a3b")
+CELLS = {(name, variant): MAIN for variant in VARIANTS for name in PAPER} | {
+    ("paper-14b", "correlated"): ALL,
+    ("paper-30b-a3b", "correlated"): ALL,
+    ("paper-14b", "independent"): f"{MAIN},window_wait+stream",
+    ("paper-14b", "long"): f"{MAIN},window_wait+stream",
+    ("paper-14b-128", "correlated"): MAIN,
+}
+"""What is compared: preset and lengths, and the policies. A split is tuned for each of them."""
 
 
 class OutOfTimeError(Exception):
@@ -83,10 +97,12 @@ class Runs(dict[str, Row]):
 class Scale:
     """How much is simulated."""
 
-    presets: tuple[str, ...]
-    variants: tuple[str, ...]
+    cells: Mapping[tuple[str, str], str]
     bounds: tuple[int, ...]
     seeds: int
+    """Of the comparison."""
+    fewer_seeds: int
+    """Of all else."""
     steps: int
     groups: int | None = None
     """A smaller batch, on as many times fewer GPUs."""
@@ -104,8 +120,9 @@ class Scale:
         )
 
 
-FULL = Scale(tuple(PRESETS), tuple(VARIANTS), BOUNDS, seeds=5, steps=20)
-QUICK = Scale(("paper-14b",), ("correlated",), (1, 2), seeds=2, steps=8, groups=32)
+FULL = Scale(CELLS, bounds=(1, 2, 3), seeds=5, fewer_seeds=3, steps=20)
+QUICK = Scale({("paper-14b", "correlated"): ALL}, bounds=(1, 2), seeds=2, fewer_seeds=2, steps=8, groups=32)
+FEWER_BOUNDS = (1, 2)
 
 
 class Case(NamedTuple):
@@ -122,14 +139,16 @@ class Lab:
     runner: Runner
 
     @property
-    def seeds(self) -> range:
-        return range(1, self.scale.seeds + 1)
+    def fewer(self) -> range:
+        return range(1, self.scale.fewer_seeds + 1)
 
     def finish(self, units: Sequence[Unit[T]]) -> list[T]:
         return self.runner.finish(units)
 
-    def comparison(self, setting: Setting, policies: str, bounds: tuple[int, ...], tune: bool = True) -> Comparison:
-        return Comparison(setting, chosen(policies), bounds, self.seeds, tune=tune, runs=self.runner.runs)
+    def comparison(
+        self, setting: Setting, policies: str, bounds: Sequence[int], seeds: Sequence[int], tune: bool = True
+    ) -> Comparison:
+        return Comparison(setting, chosen(policies), bounds, seeds, tune=tune, runs=self.runner.runs)
 
     def rows(self, comparisons: Sequence[Comparison]) -> list[list[Row]]:
         """Of each; all of their runs are simulated together."""
@@ -143,7 +162,7 @@ class Lab:
 
     def variations(self, cases: Sequence[Case]) -> Unit[list[Row]]:
         """The lines of a table, each over all seeds."""
-        wanted = [[self.run(case, seed) for seed in self.seeds] for case in cases]
+        wanted = [[self.run(case, seed) for seed in self.fewer] for case in cases]
         yield [run for runs in wanted for run in runs]
         return [self.line(case, runs) for case, runs in zip(cases, wanted, strict=True)]
 
@@ -189,11 +208,34 @@ def against(first: Row, rows: list[Row]) -> list[Row]:
 
 
 def comparison(lab: Lab) -> Any:
-    cells = [(name, variant) for name in lab.scale.presets for variant in lab.scale.variants]
-    found = lab.rows([lab.comparison(lab.scale.setting(*cell), COMPARED, lab.scale.bounds) for cell in cells])
+    scale, seeds = lab.scale, range(1, lab.scale.seeds + 1)
+    cells = {cell: scale.setting(*cell) for cell in scale.cells}
+    compared = [lab.comparison(each, scale.cells[cell], scale.bounds, seeds) for cell, each in cells.items()]
+    found = lab.rows(compared)
     return [
         {"preset": name, "lengths": variant, "rows": rows} for (name, variant), rows in zip(cells, found, strict=True)
     ]
+
+
+def ceilings(lab: Lab) -> Any:
+    """What is computed and not simulated, at bound 2."""
+    found: list[Any] = []
+    for name, variant in lab.scale.cells:
+        setting = replace(lab.scale.setting(name, variant), staleness=2)
+        work = work_of(setting)
+        law = ceiling(setting, streamed=True, work=work)
+        found.append(
+            {
+                "preset": name,
+                "lengths": variant,
+                "law": law.tokens_per_s,
+                "binds": law.binds,
+                "even": even_ceiling(setting, True, work),
+                "one_lane": lanes(setting, work, 1),
+                "two_lanes": lanes(setting, work, 2),
+            }
+        )
+    return found
 
 
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -203,31 +245,35 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "routing: in turn": {"routing": "round_robin"},
     "pull: by gain": {"synchronisation": "gain"},
     "pull: only when starved": {"synchronisation": "starved"},
-    "no migration": {"migration": "off"},
-    "mu 0.1, not derived": {"adapt": False, "mu": 0.1},
-    "mu 0.3, not derived": {"adapt": False, "mu": 0.3},
-    "mu 0.5, not derived": {"adapt": False, "mu": 0.5},
+    "no levelling": {"migration": "blocked"},
+    "no levelling, no migration": {"migration": "off"},
+    "mu 0.3, fixed": {"adapt": False},
+    "mu 0.1, fixed": {"adapt": False, "mu": 0.1},
+    "mu 0.5, fixed": {"adapt": False, "mu": 0.5},
     "tail: replace": {"tail": "replace"},
     "tail: truncate": {"tail": "truncate"},
 }
 """Everything that can be switched, one at a time."""
 
 
-def ablation(lab: Lab, names: tuple[tuple[str, str], ...] | None = None) -> Any:
-    cells = names or (("paper-14b", "correlated"), ("paper-30b-a3b", "correlated"), ("paper-14b", "long"))
+TUNING = (("paper-14b", "correlated"), ("paper-30b-a3b", "correlated"))
+CONFIRMING = (("paper-32b", "correlated"), ("paper-14b", "independent"))
+
+
+def ablation(lab: Lab, cells: Sequence[tuple[str, str]] = TUNING) -> Any:
     shown = cells[: 1 if lab.scale is QUICK else None]
-    return lab.finish([_ablation(lab, name, variant, bound) for name, variant in shown for bound in lab.scale.bounds])
+    return lab.finish([_ablation(lab, name, variant) for name, variant in shown])
 
 
-def _ablation(lab: Lab, name: str, variant: str, bound: int) -> Unit[Any]:
-    base = yield from lab.tuned(replace(lab.scale.setting(name, variant), staleness=bound))
+def _ablation(lab: Lab, name: str, variant: str) -> Unit[Any]:
+    base = yield from lab.tuned(lab.scale.setting(name, variant))
     cases = [Case(label, with_strategies(base, **change)) for label, change in SWITCHES.items()]
     rows = yield from lab.variations(cases)
-    return {"preset": name, "lengths": variant, "staleness": bound, "rows": against(rows[0], rows)}
+    return {"preset": name, "lengths": variant, "staleness": base.staleness, "rows": against(rows[0], rows)}
 
 
 def chunks(lab: Lab) -> Any:
-    return lab.finish([_chunks(lab, bound) for bound in lab.scale.bounds])
+    return lab.finish([_chunks(lab, bound) for bound in FEWER_BOUNDS])
 
 
 def _chunks(lab: Lab, bound: int) -> Unit[Any]:
@@ -238,7 +284,7 @@ def _chunks(lab: Lab, bound: int) -> Unit[Any]:
 
 
 def ready(lab: Lab) -> Any:
-    return lab.finish([_ready(lab, bound, consume) for bound in lab.scale.bounds for consume in ("batch", "stream")])
+    return lab.finish([_ready(lab, bound, consume) for bound in FEWER_BOUNDS for consume in ("batch", "stream")])
 
 
 def _ready(lab: Lab, bound: int, consume: str) -> Unit[Any]:
@@ -282,8 +328,9 @@ def sensitivity(lab: Lab) -> Any:
         "bound 8": replace(base, staleness=8),
     }
     shown = {name: _starved(changes[name]) for name in list(changes)[: 4 if lab.scale is QUICK else None]}
-    policies = "staleflow,staleflow+batch,window_wait,psrl_default"
-    found = lab.rows([lab.comparison(each, policies, (each.staleness,), tune=False) for each in shown.values()])
+    policies = "staleflow,window_wait,psrl_default"
+    settings = shown.values()
+    found = lab.rows([lab.comparison(each, policies, [each.staleness], lab.fewer, tune=False) for each in settings])
     return [
         {"name": name, "staleness": setting.staleness, "rows": rows}
         for (name, setting), rows in zip(shown.items(), found, strict=True)
@@ -301,7 +348,7 @@ def loses(lab: Lab) -> Any:
     base = lab.scale.setting("paper-32b")
     short = replace(base.workload, source=Sampled(Constant(1_000)))
     setting = replace(base, name="4 GPUs, constant lengths", workload=short, instances=1, training_gpus=2, groups=16)
-    (rows,) = lab.rows([lab.comparison(setting, "staleflow,synchronous,one_step,window_wait", (1, 2))])
+    (rows,) = lab.rows([lab.comparison(setting, "staleflow,synchronous,one_step,window_wait", (1, 2), lab.fewer)])
     return {"rows": rows}
 
 
@@ -314,7 +361,7 @@ def _killed(lab: Lab) -> Unit[Any]:
     base = yield from lab.tuned(lab.scale.setting("paper-14b"))
     wanted = [
         Run("killed " + key(STALEFLOW, base, seed), f"one dies, seed {seed}", _with_a_death, (base, seed))
-        for seed in lab.seeds
+        for seed in lab.fewer
     ]
     yield wanted
     rows = yield from lab.variations([Case("nothing happens", base), Case("one fewer from the start", _fewer(base))])
@@ -340,10 +387,8 @@ def _with_a_death(setting: Setting, seed: int) -> Row:
 
 def defaults(lab: Lab) -> Any:
     """Chosen on one set of workloads and seeds, confirmed on another that was not used for choosing."""
-    tuning = (("paper-14b", "correlated"), ("paper-30b-a3b", "correlated"), ("paper-14b", "long"))
-    confirming = (("paper-32b", "correlated"), ("paper-14b-128", "independent"), ("paper-30b-a3b", "long"))
     found: dict[str, Any] = {}
-    for name, cells in (("chosen on", tuning), ("confirmed on", confirming)):
+    for name, cells in (("chosen on", TUNING), ("confirmed on", CONFIRMING)):
         parts = ablation(lab, cells)
         ratios = {label: [each["ratio"] for part in parts for each in part["rows"] if each["name"] == label]
                   for label in SWITCHES}  # fmt: skip
@@ -354,8 +399,14 @@ def defaults(lab: Lab) -> Any:
     return found
 
 
+def predicted(lab: Lab) -> Any:  # noqa: ARG001  # nothing is simulated here
+    """The simulator against real runs, as ``simulator_error.py`` has left it."""
+    return json.loads(PREDICTED.read_text()) if PREDICTED.exists() else None
+
+
 SECTIONS: dict[str, Callable[[Lab], Any]] = {
     "comparison": comparison,
+    "ceilings": ceilings,
     "ablation": ablation,
     "chunks": chunks,
     "ready": ready,
@@ -363,6 +414,7 @@ SECTIONS: dict[str, Callable[[Lab], Any]] = {
     "loses": loses,
     "killed": killed,
     "defaults": defaults,
+    "predicted": predicted,
 }
 
 
@@ -403,7 +455,7 @@ def main() -> int:
     if options.json:
         print(json.dumps(results, allow_nan=False))
     else:
-        text = render(results, scale.seeds, scale.steps, TUNING_SEED, options.quick)
+        text = render(results, (scale.seeds, scale.fewer_seeds), scale.steps, TUNING_SEED, options.quick)
         if options.write:
             DOCUMENT.write_text(text)
         else:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
+import simulator_error
+
 Row = dict[str, Any]
 
 TARGETS = {1: 1.30, 2: 1.20, 3: 1.10}
@@ -11,18 +13,19 @@ TARGETS = {1: 1.30, 2: 1.20, 3: 1.10}
 OURS = "staleflow"
 
 
-def render(results: dict[str, Any], seeds: int, steps: int, tuning_seed: int, quick: bool) -> str:
+def render(results: dict[str, Any], seeds: tuple[int, int], steps: int, tuning_seed: int, quick: bool) -> str:
     parts = [
         "# Simulated results\n",
-        f"Made by `python bench/simulation.py --write`: {steps} steps, without the start, {seeds} paired "
-        f"seeds, ± is half a 95 % confidence interval. Splits are tuned for every policy with six runs under seed "
-        f"{tuning_seed}, which nothing is measured on. [The simulator](../simulator.md) says what is modelled, what is "
-        "assumed, and what each column means. Nothing here is a measurement of a cluster.\n",
+        f"Made by `python bench/simulation.py --write`: {steps} steps, without the start, {seeds[0]} paired seeds in "
+        f"the comparison and {seeds[1]} in the other sections, ± is half a 95 % confidence interval. Splits are tuned "
+        f"for every policy with six runs under seed {tuning_seed}, which nothing is measured on. [The "
+        "simulator](../simulator.md) says what is modelled, what is assumed, and what each column means. Nothing here "
+        "is a measurement of a cluster; only the last section compares with real runs.\n",
     ]
     if quick:
         parts.append("**This is `--quick`**: a quarter of the batch on a quarter of the GPUs, for a first look only.\n")
     for name, section in PARTS.items():
-        if name in results:
+        if results.get(name):
             parts += section(results[name])
     return "\n".join(parts) + "\n"
 
@@ -56,7 +59,15 @@ PRICE = ("broken", "staleness", "wasted", "length shift")
 
 
 def comparison(cells: list[Any]) -> list[str]:
-    parts = ["## The comparison\n", *targets(cells)]
+    parts = [
+        "## The comparison\n",
+        *targets(cells),
+        *overview(cells),
+        "`x best peer` is the mean of the ratios, seed by seed, to the peer that is the fastest of those that keep the "
+        "bound, as they ship: with whole batches. `discard` keeps it by throwing groups away: see what it wastes and "
+        "how that shifts the lengths that are trained on. The quotas break it (`broken`: groups that were trained too "
+        "old); they and `window_wait+stream` were run in some settings only.\n",
+    ]
     for cell in cells:
         parts.append(f"### {cell['preset']}, {cell['lengths']} lengths\n")
         names = (
@@ -117,12 +128,60 @@ def targets(cells: list[Any]) -> list[str]:
     sync = max(row["vs_synchronous"] for bound in bounds for row in of(OURS, bound))
     lines.append(["best case over the best bounded peer", "1.42", f"{best:.2f}"])
     lines.append(["best case over synchronous", "2.68", f"{sync:.2f}"])
-    text = (
-        "The law's ceiling has a fleet that is full and, for the longest trajectories, empty. The even ceiling has one "
-        "in which all instances always run the same number of sequences, the best one: what it forbids, only a "
-        "scheduler that knows beforehand which trajectories become long could reach.\n"
-    )
-    return ["Over all settings below:\n", table(("what", "target", "reached"), lines), text]
+    return ["Over all settings below:\n", table(("what", "target", "reached"), lines)]
+
+
+def overview(cells: list[Any]) -> list[str]:
+    """Ratios to the best bounded peer in every setting: ours, ours without streaming, and a peer with it."""
+
+    def ratios(cell: Any, policy: str) -> str:
+        rows = [row for row in cell["rows"] if row["policy"] == policy]
+        return " / ".join(number(row["vs_best_bounded"]) for row in rows)
+
+    def best(cell: Any) -> str:
+        rows = [row for row in cell["rows"] if row["policy"] == OURS]
+        return " / ".join(f"{row['vs_synchronous']:.2f}" for row in rows)
+
+    lines = [
+        [
+            f"{cell['preset']}, {cell['lengths']}",
+            ratios(cell, OURS),
+            ratios(cell, f"{OURS}+batch"),
+            ratios(cell, "window_wait+stream"),
+            best(cell),
+        ]
+        for cell in cells
+    ]
+    names = ("setting", "ours", "ours, whole batches", "`window_wait`, streamed", "ours over synchronous")
+    return [
+        "What comes from where, as ratios to the best bounded peer at each bound (1 / 2 / 3). Most of the gain is "
+        "streamed consumption, which a peer could adopt too:\n",
+        table(names, lines),
+    ]
+
+
+def ceilings(cells: list[Any]) -> list[str]:
+    lines = [
+        [
+            f"{cell['preset']}, {cell['lengths']}",
+            f"{cell['law']:,.0f}",
+            cell["binds"],
+            *(f"{100 * cell[name] / cell['law']:.1f}" for name in ("one_lane", "two_lanes", "even")),
+        ]
+        for cell in cells
+    ]
+    names = ("setting", "law, tokens/s", "binds", "% one lane", "% two lanes", "% even")
+    return [
+        "## What forbids more\n",
+        "Computed at bound 2, as shares of the law's ceiling. The law's own fleet is at once full, for the work, and "
+        "empty, for the longest trajectory. *One lane*: all instances are equally full, in balance (Little's law), and "
+        "pulls cost nothing. *Two lanes*: long trajectories change to instances of their own at the best length, with "
+        "the best share of the fleet, still without any cost of a pull; that they are never faster says that it is no "
+        "use to keep long trajectories apart, because contexts slow each other. *Even*: one lane whose instances pull "
+        "every version and prefill again what they hold. So 85 % of the law is out of reach for such a fleet wherever "
+        "*even* is below 85; `% even` in the tables below is of that.\n",
+        table(names, lines),
+    ]
 
 
 def variations(rows: list[Row], first: str) -> str:
@@ -210,7 +269,8 @@ def loses(section: Any) -> list[str]:
 
 def killed(section: Any) -> list[str]:
     text = f"Tokens that were made again: {section['made_again']:,.0f} in the mean of the runs.\n"
-    return ["## One instance killed\n", variations(section["rows"], "what happens"), text]
+    setting = "paper-14b, correlated lengths, bound 2.\n"
+    return ["## One instance killed\n", setting, variations(section["rows"], "what happens"), text]
 
 
 def defaults(section: Any) -> list[str]:
@@ -222,7 +282,12 @@ def defaults(section: Any) -> list[str]:
     return parts
 
 
+def predicted(results: Any) -> list[str]:
+    return ["## The simulator against real runs\n", simulator_error.section(results)]
+
+
 PARTS: dict[str, Callable[[Any], list[str]]] = {
+    "ceilings": ceilings,
     "comparison": comparison,
     "ablation": ablation,
     "chunks": chunks,
@@ -231,4 +296,5 @@ PARTS: dict[str, Callable[[Any], list[str]]] = {
     "loses": loses,
     "killed": killed,
     "defaults": defaults,
+    "predicted": predicted,
 }

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from staleflow.rollout.engine import Engine, Failed, Request, Result, Sampling, WeightSource
+from staleflow.rollout.meter import StepMeter
 from staleflow.runtime.local.link import Gone, Link
 from staleflow.runtime.local.messages import Abort, Interrupt, Job, Load, News, Ordered, Pull, Stop, Submit, Told
 from staleflow.servers.lifecycle import Spans
@@ -32,6 +33,8 @@ TOGETHER_S = 0.03
 """Trajectories that finish within this time are told of together."""
 STREAM_S = 2.0
 """How often the tokens of unfinished trajectories are told."""
+BLOCK = 16
+"""Prompt tokens that are shared or not as one."""
 IDLE_S = 5.0
 """An instance without work says that it is alive this often."""
 
@@ -41,6 +44,9 @@ class _Held:
     """A trajectory in the engine."""
 
     epoch: int
+    prompt: int
+    """Its tokens."""
+    group: str
     told: int
     """Tokens that the control plane knows."""
     tokens: list[int]
@@ -89,6 +95,9 @@ class RolloutWorker:
         self._applied = (0, 0, 0)
         self._generated = 0
         self._busy_s = 0.0
+        self._meter = StepMeter()
+        self._ended: list[tuple[int, float]] = []
+        """How many trajectories finished when, of those that are not told."""
 
     @property
     def urgent(self) -> bool:
@@ -112,7 +121,7 @@ class RolloutWorker:
 
     def step(self) -> None:
         """One step of the engine."""
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.thread_time()
         output = self.engine.step()
         held = self._held
         for name, _, tokens, logprobs in output.progress:
@@ -122,7 +131,11 @@ class RolloutWorker:
         self._untold.returned += self._left(output.returned)
         for failed in output.failed:
             self._fail(failed)
-        self._busy_s += time.perf_counter() - began
+        now = time.perf_counter()
+        if output.finished:
+            self._ended.append((len(output.finished), now))
+        self._busy_s += now - began
+        self._meter.step(self.engine.snapshot(), len(output.progress), now - began, time.thread_time() - cpu_began)
 
     def news(self, everything: bool) -> News | None:
         """What to tell: what somebody waits for, and if ``everything``, the tokens of those that go on."""
@@ -131,20 +144,29 @@ class RolloutWorker:
         elif not self._untold.any:
             return None
         untold, self._untold = self._untold, _Untold()
-        progress = list(untold.progress.values())
-        return News(self._load(), untold.finished, untold.returned, progress, untold.failed, untold.pulled)
+        now = time.perf_counter()
+        for count, ended in self._ended:
+            self._meter.told(count, now - ended)
+        self._ended = []
+        progress, costs = list(untold.progress.values()), self._meter.drain()
+        return News(self._load(), untold.finished, untold.returned, progress, untold.failed, untold.pulled, costs)
 
     def _submit(self, jobs: list[Job]) -> None:
         self._abort([job.trajectory for job in jobs if job.trajectory in self._held])
         requests: list[Request] = []
+        submitted: list[_Held] = []
         for job in jobs:
             tokens, logprobs = np.frombuffer(job.tokens, TOKEN).tolist(), np.frombuffer(job.logprobs, LOGPROB).tolist()
-            self._held[job.trajectory] = _Held(job.epoch, len(tokens), [], [], list(job.spans))
+            prompt = np.frombuffer(job.prompt, TOKEN).tolist()
+            held = self._held[job.trajectory] = _Held(
+                job.epoch, len(prompt), job.group, len(tokens), [], [], list(job.spans)
+            )
+            submitted.append(held)
             requests.append(
                 Request(
                     job.trajectory,
                     job.epoch,
-                    np.frombuffer(job.prompt, TOKEN).tolist(),
+                    prompt,
                     tokens,
                     logprobs,
                     job.spans,
@@ -153,6 +175,7 @@ class RolloutWorker:
                 )
             )
         self.engine.submit(requests)
+        self._meter.owe(prefill(submitted))
 
     def _holds(self, name: str, epoch: int) -> bool:
         return name in self._held and self._held[name].epoch == epoch
@@ -165,7 +188,11 @@ class RolloutWorker:
     def _pull(self, version: int) -> None:
         """Which trajectories have tokens of the old version is told together with the news of the new one."""
         self._tell(name for name, held in self._held.items() if held.tokens and not held.told)
+        began, before = time.perf_counter(), self.engine.snapshot().version
         self._untold.pulled = self.engine.pull(self.weights, version)
+        self._meter.pulled(time.perf_counter() - began)
+        if self._untold.pulled != before:  # what has begun is prefilled again
+            self._meter.owe(prefill(held for held in self._held.values() if held.told or held.tokens))
 
     def _tell(self, names: Iterable[str]) -> None:
         for name in names:
@@ -233,6 +260,15 @@ def serve(worker: RolloutWorker, link: Link, clock: Callable[[], float] = time.m
             return
         if worker.engine.busy:
             worker.step()
+
+
+def prefill(trajectories: Iterable[_Held]) -> int:
+    """Tokens that are computed before these can go on: whole blocks of a prompt once for its group."""
+    tokens, seen = 0, set[str]()
+    for each in trajectories:
+        tokens += each.told + len(each.tokens) + (each.prompt % BLOCK if each.group in seen else each.prompt)
+        seen.add(each.group)
+    return tokens
 
 
 def draw_seed(seed: int, trajectory: str) -> int:

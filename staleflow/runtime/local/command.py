@@ -103,9 +103,7 @@ def train(
     finally:
         view.close()
     summary |= {"interrupted": run.interrupted, "run": str(directory.path)}
-    draft = directory.summary.with_suffix(".draft")
-    draft.write_text(json.dumps(summary, indent=1))
-    draft.replace(directory.summary)
+    directory.write(directory.summary, summary)
     if not quiet:
         print(told(summary, directory))
     return summary

@@ -8,18 +8,21 @@
         events.db       the journal of the present life of the run
         metrics.jsonl   one line per step
         summary.json    the result
+        profile.json    what engine steps took
         logs/           one file per process
         checkpoints/    step-000060/, ... in Hugging Face format
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from staleflow.config import Config, ConfigError, load, to_yaml
 
@@ -31,6 +34,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights"
         self.summary = path / "summary.json"
+        self.profile = path / "profile.json"
         self.metrics = path / "metrics.jsonl"
         self.config_file = path / "config.yaml"
 
@@ -69,6 +73,12 @@ class RunDirectory:
 
     def checkpoint(self, version: int) -> Path:
         return self.checkpoints / f"step-{version:06d}"
+
+    def write(self, path: Path, values: dict[str, Any]) -> None:
+        """All of it or nothing, as JSON."""
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(values, indent=1) + "\n")
+        draft.replace(path)
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"

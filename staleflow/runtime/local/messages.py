@@ -105,6 +105,31 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     """Seconds in which it decoded, since it started."""
 
 
+class Cell(msgspec.Struct, array_like=True, frozen=True):
+    """Alike steps of an engine, summed up."""
+
+    mixed: bool
+    """Whether they prefilled as well."""
+    count: int
+    running: int
+    context: int
+    prefilled: int
+    seconds: float
+    cpu_s: float
+
+
+class Costs(msgspec.Struct, array_like=True, frozen=True):
+    """What an instance has measured since it last said so."""
+
+    cells: list[Cell] = []
+    pulls: int = 0
+    pull_s: float = 0.0
+    told: int = 0
+    """Finished trajectories that it told of."""
+    told_s: float = 0.0
+    """How long they had waited for that, in all."""
+
+
 class News(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A report and a snapshot."""
 
@@ -115,6 +140,7 @@ class News(msgspec.Struct, tag=True, array_like=True, frozen=True):
     failed: list[tuple[str, int, str]] = []
     """(trajectory, epoch, why): the engine cannot serve it."""
     pulled: int | None = None
+    costs: Costs = Costs()
 
 
 class TrainRow(msgspec.Struct, array_like=True, frozen=True):

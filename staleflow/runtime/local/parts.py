@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
 
 from staleflow.config import Config
 from staleflow.rollout.engine import Sampling
@@ -55,3 +55,21 @@ def trainer_options(config: Config) -> TrainerOptions:
     named = {field.name for field in fields(TrainerOptions)}
     given = {field.name: getattr(config.training, field.name) for field in fields(config.training)}
     return TrainerOptions(**{key: value for key, value in (given | derived).items() if key in named})
+
+
+def sizes(config: Config) -> dict[str, Any]:
+    """The run by the names of the simulator's settings. One trainer counts as one GPU."""
+    rollout = config.rollout
+    return {
+        "groups": config.groups,
+        "group_size": config.group_size,
+        "staleness": config.staleness,
+        "redundancy": config.redundancy,
+        "extra_members": config.extra_members,
+        "instances": rollout.instances,
+        "training_gpus": 1,
+        "kv_tokens": rollout.kv_tokens,
+        "max_running": rollout.max_running,
+        "chunk": rollout.prefill_tokens,
+        "strategies": asdict(config.strategies),
+    }

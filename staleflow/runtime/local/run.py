@@ -28,15 +28,17 @@ from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.reward.pool import Settings as RewardSettings
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.filters import no_signal
+from staleflow.runtime.local.costs import RunCosts, TimedRewards, TimedTrainer
 from staleflow.runtime.local.crew import Crew, RunError
 from staleflow.runtime.local.directory import RunDirectory
 from staleflow.runtime.local.messages import Evaluate, Evaluated, News, Pushed, Ready, Saved, Trained
+from staleflow.runtime.local.parts import sizes
 from staleflow.runtime.local.placement import placement
 from staleflow.runtime.local.process import Child
 from staleflow.runtime.local.record import Record
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.local.saved import STATE, pack_state, unpack_state
-from staleflow.runtime.outbox import HeldTrainer, Outbox
+from staleflow.runtime.outbox import Outbox
 from staleflow.servers.book import let_go
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.lifecycle import Group, Trajectory
@@ -99,6 +101,9 @@ class LocalRun:
         self._evaluation = asyncio.Event()
         self._failures = 0
         """Rewards that failed since the last one that did not."""
+        self.costs = RunCosts()
+        self._instances_busy_s = 0.0
+        """When the last step was committed."""
 
     async def execute(self) -> dict[str, Any]:
         """The whole run. Returns its summary."""
@@ -115,10 +120,23 @@ class LocalRun:
             await self._end()
         finally:
             await self._close()
+        self._write_profile()
         return self.summary()
 
     def summary(self) -> dict[str, Any]:
-        return self.record.summary(self.server.ledger.counts())
+        return self.record.summary(self.server.ledger.counts()) | self._for_the_simulator()
+
+    def _for_the_simulator(self) -> dict[str, Any]:
+        """How large the run was and what things took: what ``staleflow.simulate.measured`` reads."""
+        return sizes(self.config) | {"cycle_s": CYCLE_S} | self.costs.means()
+
+    def _write_profile(self) -> None:
+        """What the engines' steps took here, unless there were too few to tell."""
+        rollout = self.config.rollout
+        if (found := self.costs.profile(by_cpu=rollout.device == "cpu")) is not None:
+            about = {"model": self.config.model, "device": rollout.device, "dtype": rollout.dtype}
+            about |= {"date": time.strftime("%Y-%m-%d")}
+            self.directory.write(self.directory.profile, about | found)
 
     # Setting up
 
@@ -153,7 +171,8 @@ class LocalRun:
 
     def _control(self) -> ControlPlane:
         config = self.config
-        rewards = PoolPort(self._pool, self.task.prompts.problem, self.payloads.token_bytes)
+        port = PoolPort(self._pool, self.task.prompts.problem, self.payloads.token_bytes)
+        self._rewards = rewards = TimedRewards(port, self.costs.reward)
         settings = Settings(
             config.strategies,
             self._cost,
@@ -163,7 +182,7 @@ class LocalRun:
             reward_tries=config.reward.tries,
             pull_s=0.1,
         )
-        trainer = HeldTrainer(self._trainer, self.outbox)
+        trainer = TimedTrainer(self._trainer, self.outbox, self.costs.finish)
         control = ControlPlane(settings, self.server, trainer, rewards, self.task.prompts, term=self._life)
         if config.filter == "no-signal":
             control.filter = no_signal
@@ -187,6 +206,7 @@ class LocalRun:
             case News():
                 port = self.instances[child.name]
                 report = port.hear(message)
+                self.costs.hear(message.costs)
                 if not child.ready.is_set():
                     child.ready.set()
                     if self._training:
@@ -253,6 +273,7 @@ class LocalRun:
 
     def _on_scored(self, name: str, reward: float) -> None:
         self._failures = 0
+        self._rewards.answered(name)
         self.control.on_scored(name, reward)
 
     def _on_score_failed(self, name: str, why: str) -> None:
@@ -287,6 +308,7 @@ class LocalRun:
         if self.server.ledger.version >= self.config.steps:
             return
         self._training = True
+        self._instances_busy_s = self.record.instance_busy_s
         self._began, self._cpu_began = time.monotonic(), time.process_time()
         for name, port in self.instances.items():
             if self.crew.children[name].ready.is_set():
@@ -326,8 +348,7 @@ class LocalRun:
         self.record.committed(version, self.seconds)
         members = [member for group in groups for member in group.members if member.state == "consumed"]
         if self._report is not None and self._report.step == step:
-            prompts = sum(member.group.prompt_tokens for member in members)
-            self._log_step(self._report, [member.generated for member in members], prompts)
+            self._log_step(self._report, groups, members)
         let_go(groups)
         self.show(self)
         every = self.config.evaluation.every
@@ -340,11 +361,13 @@ class LocalRun:
     def _aborted(self, trajectory: Trajectory, _reason: str) -> None:
         self.record.tokens_wasted += trajectory.generated
 
-    def _log_step(self, report: Trained, lengths: list[int], prompt_tokens: int) -> None:
+    def _log_step(self, report: Trained, groups: list[Group], members: list[Trajectory]) -> None:
         """A step is committed: what its trainer said of it goes into the record, and to the log."""
         self.record.trained(
             report.facts, report.token_staleness, report.trajectory_staleness, report.busy_s, report.idle_s
         )
+        busy_s = self.record.instance_busy_s + sum(port.load.busy_s for port in self.instances.values())
+        busy_s, self._instances_busy_s = busy_s - self._instances_busy_s, busy_s
         self._metrics.write(
             {
                 "step": report.step,
@@ -354,8 +377,11 @@ class LocalRun:
                 "trajectory_staleness": report.trajectory_staleness,
                 "train_s": report.busy_s,
                 "idle_s": report.idle_s,
-                "prompt_tokens": prompt_tokens,
-                "lengths": lengths,
+                "instances_busy_s": busy_s,
+                "prompt_tokens": sum(member.group.prompt_tokens for member in members),
+                "prompts": [group.prompt for group in groups],
+                "signal": [differ(group) for group in groups],
+                "lengths": [member.generated for member in members],
             }
         )
 
@@ -406,6 +432,11 @@ class LocalRun:
         self.journal.on_durable = lambda: None
         await asyncio.to_thread(self.journal.close)
         self._metrics.close()
+
+
+def differ(group: Group) -> bool:
+    """Whether its rewards do: otherwise it teaches nothing."""
+    return len({member.reward for member in group.members if member.state == "consumed"}) > 1
 
 
 def decoder_of(config: Config, model: Path) -> str:

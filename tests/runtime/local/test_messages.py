@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from staleflow.runtime.local.messages import (
     Abort,
+    Cell,
+    Costs,
     Feed,
     Finish,
     FromProcess,
@@ -48,8 +50,12 @@ loads = st.builds(
     ints,
     st.floats(0, 9),
 )
+seconds = st.floats(0, 9)
+cells = st.builds(Cell, st.booleans(), ints, ints, ints, ints, seconds, seconds)
+costs = st.builds(Costs, st.lists(cells, max_size=2), ints, seconds, ints, seconds)
+failed = st.just([("t", 1, "why")])
 from_process = st.one_of(
-    st.builds(News, loads, *([st.lists(told, max_size=2)] * 3), st.just([("t", 1, "why")]), st.none() | ints),
+    st.builds(News, loads, *([st.lists(told, max_size=2)] * 3), failed, st.none() | ints, costs),
     st.builds(Pushed, ints),
 )
 

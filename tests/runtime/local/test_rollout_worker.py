@@ -209,3 +209,29 @@ def test_a_trajectory_that_ends_right_after_a_pull_is_told_of_once(folder: Path)
     desk.news(0, alone, everything=True)
     assert desk.finished == {"t0"}
     assert desk.tokens == undisturbed(folder, 1)
+
+
+def test_every_step_is_measured_once_and_so_is_what_was_prefilled(folder: Path) -> None:
+    desk, each = Desk(3), worker(folder)
+    each.obey(Submit((1, 0, 1), [desk.job(name) for name in desk.tokens]))
+    steps = 0
+    for _ in range(4):
+        each.step()
+        steps += 1
+    each.obey(Pull((1, 0, 2), 1))
+    cells, pulls, told = [], 0, 0
+    while each.engine.busy:
+        each.step()
+        steps += 1
+        if (news := each.news(everything=False)) is not None:
+            cells += news.costs.cells
+            pulls += news.costs.pulls
+            told += news.costs.told
+            desk.finished |= {finished.trajectory for finished in news.finished}
+    assert sum(cell.count for cell in cells) == steps
+    assert sum(cell.running for cell in cells) == each.news(everything=True).load.generated  # type: ignore[union-attr]
+    before = 3 * 3 + 3 * (3 + 4)  # prompts at first; with what was made until then after the pull
+    assert sum(cell.prefilled for cell in cells) == before
+    assert all(cell.mixed or not cell.prefilled for cell in cells)
+    assert pulls == 1
+    assert told == len(desk.finished) == 3

@@ -17,6 +17,9 @@ from staleflow.runtime.local.directory import RunDirectory
 from staleflow.runtime.local.run import LocalRun, RunError
 from staleflow.runtime.local.saved import newest
 from staleflow.servers.durable import DurableJournal
+from staleflow.simulate.measured import read_run
+from staleflow.simulate.options import read_profile
+from staleflow.simulate.presets import preset
 from staleflow.tasks import adder
 from staleflow.tasks.base_model import Shape, new_model, tokenizer
 from staleflow.tasks.opening import open_task
@@ -199,3 +202,21 @@ def test_a_trainer_that_is_killed_loses_no_step_and_repeats_none(model: Path, tm
     assert len(told) >= 6, "what was not told before the death is not told twice"
     assert [told[step] for step in sorted(told)] == pytest.approx([losses[step] for step in sorted(told)], abs=1e-6)
     assert summary["groups_committed"] == 8 * GROUPS
+
+
+def test_a_run_leaves_what_its_steps_cost_for_the_planner(model: Path, tmp_path: Path) -> None:
+    config = configured(model, tmp_path, "steps=12", "staleness=1", "groups=8")
+    summary, directory = run_once(config, model)
+    directory.write(directory.summary, summary)
+    measured = read_run(str(directory.path))
+    assert measured.cost == read_profile(str(directory.profile))
+    assert measured.shares is not None
+    assert len(measured.prompts) == len(measured.signal) == 12 * 8
+    assert sorted(set(measured.prompts)) == sorted(measured.prompts)
+    setting = measured.apply(preset("paper-14b"))
+    setting.check()
+    assert (setting.groups, setting.staleness, setting.instances) == (8, 1, config.rollout.instances)
+    assert setting.strategies == config.strategies
+    assert min(setting.reward_s, setting.push_s, summary["pull_s"]) > 0
+    rows = read_metrics(directory.metrics)
+    assert 0 < sum(row["instances_busy_s"] for row in rows) <= summary["instance_busy_s"] + 1e-6
