@@ -17,6 +17,8 @@ MOST_QUEUED = 4096
 """One decision looks at no more trajectories than this, so that it takes tens of milliseconds; the next one goes on."""
 
 
+LEVELLING_S = 5.0
+"""Where versions come faster than this, nothing is levelled: what moves waits for a decision or two."""
 MOST_MOVABLE = 8
 """The largest trajectories of an instance that levelling may choose from: with more of them it is even enough."""
 
@@ -133,7 +135,7 @@ def situate(
     line: Line,
 ) -> Situation:
     """One consistent picture of this moment."""
-    ledger, fleet = server.ledger, table.refresh(now)
+    ledger, fleet, pace = server.ledger, table.refresh(now), gauge.pace()
     free = np.maximum(0, fleet.max_running - fleet.running) @ fleet.alive
     versions = {version for version in fleet.version.tolist() if version >= 0} | {ledger.version}
     return Situation(
@@ -147,12 +149,12 @@ def situate(
         group_size=server.group_size,
         max_staleness=ledger.max_staleness,
         batch_size=ledger.batch_size,
-        pace=gauge.pace(),
+        pace=pace,
         blockers=blockers(server, table.rows, blocking.groups)
         if len(blocking.groups) <= strategies.tail_groups
         else [],
         thrashing=thrashing(table) if fleet.waiting.any() else [],
-        movable=movable(table, ledger.version) if strategies.migration == "gain" else [],
+        movable=movable(table, ledger.version, pace.step_s) if strategies.migration == "gain" else [],
         blocked_since=blocking.since,
     )
 
@@ -173,11 +175,11 @@ def thrashing(table: FleetTable) -> list[Resident]:
     return found
 
 
-def movable(table: FleetTable, newest: int) -> list[Resident]:
+def movable(table: FleetTable, newest: int, step_s: float) -> list[Resident]:
     """The large trajectories on instances that hold more context than others which could pull now."""
     fleet = table.fleet
     behind = fleet.alive & ~fleet.pulling & (fleet.version < newest)
-    if np.count_nonzero(behind) < 2:
+    if np.count_nonzero(behind) < 2 or 0 < step_s < LEVELLING_S:
         return []
     found: list[Resident] = []
     for row in np.flatnonzero(behind & (fleet.context > fleet.context[behind].mean())):

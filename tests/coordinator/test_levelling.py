@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +11,11 @@ from staleflow.coordinator.decide import decide
 from staleflow.coordinator.levelling import MOST_MOVES, level
 from staleflow.coordinator.situation import Interrupt, Pull, Resident, Route, Situation
 from staleflow.coordinator.strategies import Strategies
-from tests.coordinator.situations import clone, fresh, instance, same, situation
+from staleflow.runtime.fleet import FleetTable, Member
+from staleflow.runtime.situate import movable
+from staleflow.servers.lifecycle import Group, Trajectory
+from tests.coordinator.situations import COST, clone, fresh, instance, same, situation
+from tests.runtime.fakes import FakeInstance
 
 ON = Strategies(migration="gain", headroom=100)
 
@@ -69,6 +74,18 @@ def test_fresh_work_is_routed_as_if_what_moves_had_arrived() -> None:
     one.queue, one.room, one.group_size = fresh("g", 500), {2: 1}, 1
     routes = [command for command in decide(one, ON).commands if isinstance(command, Route)]
     assert [route.instance for route in routes] == ["full"], "it holds 5,000 tokens then, the other one 6,000"
+
+
+@pytest.mark.parametrize(("step_s", "found"), [(0.0, 2), (0.5, 0), (100.0, 2)])
+def test_nothing_is_movable_where_versions_come_faster_than_decisions_pay(step_s: float, found: int) -> None:
+    table = FleetTable([Member(FakeInstance(name), 1, life=0, version=1) for name in ("full", "empty")], COST, 100)
+    table.fleet.version[:], table.fleet.alive[:], table.fleet.context[0] = 1, True, 11_000
+    group = Group("g", prompt=0, attempt=0, prompt_tokens=1_000, needed=2, version=1)
+    for at, tokens in enumerate((6_000, 5_000)):
+        each = Trajectory(f"g/{at}", group, state="running", instance="full")
+        each.stamp(((1, tokens),))
+        table.members[0].residents[each.name] = each
+    assert [each.context for each in movable(table, 2, step_s)] == [7_000, 6_000][:found]
 
 
 @st.composite
