@@ -11,6 +11,7 @@ Row = dict[str, Any]
 TARGETS = {1: 1.30, 2: 1.20, 3: 1.10}
 """Ours, streamed, against the best bound-keeping peer as it ships: the mean over all settings, by bound."""
 OURS = "staleflow"
+WASTELESS = ("synchronous", "one_step", "window_wait", "psrl_default")
 
 
 def render(results: dict[str, Any], seeds: tuple[int, int], steps: int, tuning_seed: int, quick: bool) -> str:
@@ -115,6 +116,10 @@ def targets(cells: list[Any]) -> list[str]:
         ours, batch = [[row["vs_best_bounded"] for row in of(name, bound)] for name in (OURS, f"{OURS}+batch")]
         target = f"{TARGETS[bound]:.2f}" if bound in TARGETS else ""
         lines.append([f"bound {bound}: ours over the best bounded peer, mean", target, f"{fmean(ours):.2f}"])
+        least = [wasteless(cell, bound) for cell in cells]
+        lines.append([f"bound {bound}: the same without `discard`, mean", "", f"{fmean(least):.2f}"])
+        most = [row["vs_best_bounded"] * 100 / row["percent_of_even"] for row in of(OURS, bound)]
+        lines.append([f"bound {bound}: what the even ceiling would be over that peer, mean", "", f"{fmean(most):.2f}"])
         lines.append([f"bound {bound}: whole batches on both sides, mean", "1.02", f"{fmean(batch):.2f}"])
         lines.append([f"bound {bound}: whole batches on both sides, least", "0.98", f"{min(batch):.2f}"])
         if bound == 2:
@@ -129,6 +134,13 @@ def targets(cells: list[Any]) -> list[str]:
     lines.append(["best case over the best bounded peer", "1.42", f"{best:.2f}"])
     lines.append(["best case over synchronous", "2.68", f"{sync:.2f}"])
     return ["Over all settings below:\n", table(("what", "target", "reached"), lines)]
+
+
+def wasteless(cell: Any, bound: int) -> float:
+    """Ours over the best bounded peer that throws nothing away, by mean speeds."""
+    rows = {row["policy"]: row for row in cell["rows"] if row["staleness"] == bound}
+    peers = [row["trained_tokens_per_s"] for name, row in rows.items() if name in WASTELESS and not row["violations"]]
+    return rows[OURS]["trained_tokens_per_s"] / max(peers)
 
 
 def overview(cells: list[Any]) -> list[str]:
@@ -146,13 +158,21 @@ def overview(cells: list[Any]) -> list[str]:
         [
             f"{cell['preset']}, {cell['lengths']}",
             ratios(cell, OURS),
+            " / ".join(f"{wasteless(cell, bound):.2f}" for bound in sorted({row["staleness"] for row in cell["rows"]})),
             ratios(cell, f"{OURS}+batch"),
             ratios(cell, "window_wait+stream"),
             best(cell),
         ]
         for cell in cells
     ]
-    names = ("setting", "ours", "ours, whole batches", "`window_wait`, streamed", "ours over synchronous")
+    names = (
+        "setting",
+        "ours",
+        "without `discard`",
+        "ours, whole batches",
+        "`window_wait`, streamed",
+        "ours over synchronous",
+    )
     return [
         "What comes from where, as ratios to the best bounded peer at each bound (1 / 2 / 3). Most of the gain is "
         "streamed consumption, which a peer could adopt too:\n",
