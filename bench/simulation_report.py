@@ -303,7 +303,14 @@ def defaults(section: Any) -> list[str]:
 
 
 def predicted(results: Any) -> list[str]:
-    return ["## The simulator against real runs\n", simulator_error.section(results)]
+    parts = [
+        "## The simulator against real runs\n",
+        "Made by `bench/simulator_error.py`; on the GPU with `rollout.device=cuda training.device=cuda "
+        "rollout.dtype=bfloat16`, trainer and both instances on the same one.\n",
+    ]
+    for where, found in results.items():
+        parts += [f"### {where}\n", simulator_error.section(found)]
+    return parts
 
 
 PARTS: dict[str, Callable[[Any], list[str]]] = {

@@ -70,6 +70,7 @@ class Kind(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("settings", nargs="*", help="more settings of staleflow train, such as rollout.device=cuda")
     parser.add_argument("--bounds", default="0,1,2,3", help="bound 0 is run with whole batches too")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=2)
@@ -88,7 +89,7 @@ def main() -> int:
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     kinds = kinds_of(options.bounds, options.seeds, options.steps)
-    folders = {kind: made(kind, options.steps, options.runs) for kind in kinds}
+    folders = {kind: made(kind, options.steps, options.runs, options.settings) for kind in kinds}
     first = Kind(CALIBRATION, 0)
     run = read_run(str(folders[first]))
     return results_of(run, first, folders, options.steps)
@@ -116,15 +117,15 @@ def kinds_of(bounds: str, seeds: int, steps: int) -> list[Kind]:
 # Real runs
 
 
-def made(kind: Kind, steps: int, runs: Path) -> Path:
+def made(kind: Kind, steps: int, runs: Path, settings: Sequence[str] = ()) -> Path:
     """The directory of this run, which is made if it is not there."""
-    folder = runs / f"bound-{kind.bound}-{kind.consume}-seed-{kind.seed}-steps-{steps}"
+    folder = runs.joinpath(*settings, f"bound-{kind.bound}-{kind.consume}-seed-{kind.seed}-steps-{steps}")
     latest = folder / "latest"
     if (latest / "summary.json").is_file() and len(read_metrics(latest / "metrics.jsonl")) == steps:
         return latest
     print(f"{kind.name}, seed {kind.seed} ...", file=sys.stderr, flush=True)
     words = [f"runs={folder}", f"seed={kind.seed}", f"steps={steps}", "evaluation.every=0", "evaluation.problems=16"]
-    words += [f"staleness={kind.bound}", f"strategies.consume={kind.consume}"]
+    words += [f"staleness={kind.bound}", f"strategies.consume={kind.consume}", *settings]
     command = [sys.executable, "-c", "from staleflow.cli import main; raise SystemExit(main())", "train", "laptop"]
     done = subprocess.run(
         [*command, "--json", *words], cwd=ROOT, timeout=MOST_S, capture_output=True, text=True, check=False
