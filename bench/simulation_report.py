@@ -177,6 +177,8 @@ def overview(cells: list[Any]) -> list[str]:
         "What comes from where, as ratios to the best bounded peer at each bound (1 / 2 / 3). Most of the gain is "
         "streamed consumption, which a peer could adopt too:\n",
         table(names, lines),
+        "Where training binds (long lengths, higher bounds) every policy comes near the same ceiling, and nothing can "
+        "be much faster: *what the even ceiling would be over that peer* is the most that the means above could be.\n",
     ]
 
 
