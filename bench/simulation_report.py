@@ -316,8 +316,8 @@ def predicted(results: Any) -> list[str]:
         "## The simulator against real runs\n",
         "Made by `bench/simulator_error.py`; on the GPU with `rollout.device=cuda training.device=cuda "
         "rollout.dtype=bfloat16`, trainer and both instances on the same one. Runs were made one after the other, "
-        "those of a second seed last. If training the same tokens takes longer in them, the machine has changed, not the "
-        "model; the JSON beside this document has the shares of the cores that each run got.\n",
+        "those of a second seed last. If training the same tokens takes longer in them, the machine has changed, not "
+        "the model; the JSON beside this document has the shares of the cores that each run got.\n",
     ]
     for where, found in results.items():
         parts += [f"### {where}\n", simulator_error.section(found)]
