@@ -83,3 +83,14 @@ def test_nobody_who_keeps_the_bound_is_faster_than_the_limit(name: str, seed: in
 def test_a_split_without_instances_is_refused() -> None:
     with pytest.raises(ValueError, match="training_gpus=64 of 64 leaves no instance"):
         with_split(BASE, 64)
+
+
+def test_the_even_ceiling_counts_the_pulls_and_prefills_that_the_longest_lives_through() -> None:
+    setting = replace(preset("paper-14b-128"), staleness=2)
+    work = work_of(setting)
+    once = even_ceiling(setting, True, work)
+    slow_pulls = replace(setting, link_bandwidth=setting.link_bandwidth / 10)
+    assert even_ceiling(slow_pulls, True, work) < once, "work knows the first pull only"
+    dear = replace(setting.rollout, per_prefill_token=2 * setting.rollout.per_prefill_token)
+    assert even_ceiling(replace(setting, rollout=dear), True, work) < once
+    assert once < ceiling(setting, True, work).tokens_per_s
