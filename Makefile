@@ -31,7 +31,7 @@ explore: $(READY)        ## every reachable state of small ledgers
 mutation: $(READY)       ## does a test notice each small change to staleflow/protocol?
 	$(BIN)/python scripts/mutation.py
 
-bench: $(READY)          ## speed of every part; bench/training.py, which takes half an hour, is run by hand
+bench: $(READY)          ## speed of every part; training.py, simulation.py and simulator_error.py take long and are run by hand
 	$(BIN)/python bench/ledger.py
 	$(BIN)/python bench/coordinator.py
 	$(BIN)/python bench/cycle.py

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from lanes import lanes
 from simulation_report import render
 
+from staleflow.config.machine import cores
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.compare import (
     TUNING_SEED,
@@ -40,7 +41,7 @@ from staleflow.simulate.compare import (
     speed,
 )
 from staleflow.simulate.limits import balance, ceiling, even_ceiling, work_of
-from staleflow.simulate.parallel import Run, Runner, T, Unit, cores
+from staleflow.simulate.parallel import Run, Runner, T, Unit
 from staleflow.simulate.peers import (
     SLOTS_WITH_EXCHANGE,
     SLOTS_WITHOUT_EXCHANGE,

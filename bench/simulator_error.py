@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from staleflow.config.machine import cores  # noqa: E402
 from staleflow.coordinator.strategies import ConfigError  # noqa: E402
 from staleflow.observe.metrics import read_metrics  # noqa: E402
 from staleflow.simulate.cores import SharedCluster, Sharing, calibrated  # noqa: E402
@@ -181,8 +181,7 @@ def results_of(run: MeasuredRun, first: Kind, folders: Mapping[Kind, Path], step
     base = replace(preset("paper-14b"), steps=steps)
     shared, fixed = run.alone(base), taught_only(run, run.apply(base))
     assert run.shares is not None, "run.alone has looked"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    sharing = calibrated(run.shares, shared, cores, run.teaches)
+    sharing = calibrated(run.shares, shared, cores(), run.teaches)
     rows: list[dict[str, Any]] = []
     for kind, folder in folders.items():
         seen = observed(folder, kind.bound, shared.instances)
@@ -203,7 +202,7 @@ def results_of(run: MeasuredRun, first: Kind, folders: Mapping[Kind, Path], step
     rows.sort(key=lambda row: not row["calibration"])
     return {
         "machine": platform.machine(),
-        "cores": cores,
+        "cores": cores(),
         "steps": steps,
         "calibration": facts(run, shared, sharing),
         "rows": rows,

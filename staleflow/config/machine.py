@@ -22,9 +22,13 @@ def cache_folder() -> str:
     return str(Path(base) / "staleflow")
 
 
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def this_machine() -> Machine:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(cores, _memory(), _gpus())
+    return Machine(cores(), _memory(), _gpus())
 
 
 def _memory() -> int:

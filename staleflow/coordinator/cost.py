@@ -55,6 +55,10 @@ class CostModel:
             per_prefill_token=compute,
         )
 
+    def scaled(self, factor: float) -> CostModel:
+        """The model of a machine on which every step takes so many times as long."""
+        return CostModel(*(factor * getattr(self, name) for name in CostModel.__slots__))
+
     def step(self, running: int, context: int, prefill: int = 0) -> float:
         """Seconds for one step."""
         return self.steps(1, running, context, prefill)

@@ -8,7 +8,7 @@ corner wins. Errors are relative, since a step of 1 ms matters as much as one of
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,30 @@ class Errors(NamedTuple):
     worst: float
     unseen: float
     """The same mean for points that a fit to the others predicted: each point is left out once."""
+
+
+class Profile(NamedTuple):
+    model: CostModel
+    errors: Errors
+    points: list[Point]
+    prefill: list[tuple[int, float]]
+    """Tokens, and seconds of a step that prefills them."""
+
+    def as_values(self) -> dict[str, Any]:
+        """As plain values, for JSON. Names of the paper beside ours."""
+        model = self.model
+        return {
+            "coefficients": {name: getattr(model, name) for name in type(model).__slots__},
+            "paper": {
+                "k1": model.per_context_token,
+                "k2": model.floor,
+                "k3": model.per_sequence,
+                "k4": model.fixed,
+            },
+            "error": self.errors._asdict(),
+            "points": [point._asdict() for point in self.points],
+            "prefill": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in self.prefill],
+        }
 
 
 def fit(points: Sequence[Point], per_prefill_token: float = 0.0) -> tuple[CostModel, Errors]:

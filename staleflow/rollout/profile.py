@@ -13,12 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Any, NamedTuple
 
-from staleflow.coordinator.cost import CostModel
 from staleflow.rollout.builtin import TorchEngine
 from staleflow.rollout.engine import Request, Sampling
-from staleflow.rollout.fit import Errors, Point, fit
+from staleflow.rollout.fit import Point, Profile, fit
 
 WARM_STEPS, LEAST_STEPS, MOST_STEPS = 3, 8, 40
 VISIT_S = 0.06
@@ -43,30 +41,6 @@ def _steps(most: int, first: int, factor: int) -> tuple[int, ...]:
     while found[-1] < most:
         found.append(min(found[-1] * factor, most))
     return tuple(found)
-
-
-class Profile(NamedTuple):
-    model: CostModel
-    errors: Errors
-    points: list[Point]
-    prefill: list[tuple[int, float]]
-    """Tokens, and seconds of a step that prefills them."""
-
-    def as_values(self) -> dict[str, Any]:
-        """As plain values, for JSON. Names of the paper beside ours."""
-        model = self.model
-        return {
-            "coefficients": {name: getattr(model, name) for name in type(model).__slots__},
-            "paper": {
-                "k1": model.per_context_token,
-                "k2": model.floor,
-                "k3": model.per_sequence,
-                "k4": model.fixed,
-            },
-            "error": self.errors._asdict(),
-            "points": [point._asdict() for point in self.points],
-            "prefill": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in self.prefill],
-        }
 
 
 def measure(engine: TorchEngine, grid: Grid, told: Callable[[str], None] = lambda _: None) -> Profile:

@@ -45,6 +45,8 @@ STALL_S = 3600.0
 
 
 class Cluster:
+    rollout_kind: type[SimRollout] = SimRollout
+
     def __init__(
         self,
         setting: Setting,
@@ -63,7 +65,7 @@ class Cluster:
         self.journal = SimJournal(self.loop, keep=keep_journal)
         self.recorder = Recorder(setting.staleness)
         self.weights = SimWeights(setting.weight_bytes, setting.link_bandwidth, setting.total_bandwidth)
-        self.trainer = SimTrainer(self.loop, setting.trainer, self.weights, self.pushed, self._trainer_waits_for)
+        self.trainer = self.new_trainer()
         self.rewards = SimRewards(
             self.loop,
             self.keyed,
@@ -201,12 +203,16 @@ class Cluster:
         tokens = setting.groups * setting.group_size * setting.longest()
         return trainer.train_s(tokens) + trainer.fixed_s + trainer.push_s
 
+    def new_trainer(self) -> SimTrainer:
+        return SimTrainer(self.loop, self.setting.trainer, self.weights, self.pushed, self._trainer_waits_for)
+
     def new_rollout(self, name: str, speed: float = 1.0) -> SimRollout:
         setting = self.setting
         if setting.speed_spread:
             speed *= 1 + setting.speed_spread * (2 * self.keyed.uniform("speed", name) - 1)
         engine = Instance(setting.rollout, setting.kv_tokens // BLOCK, BLOCK, setting.max_running, setting.chunk, speed)
-        return SimRollout(name, self.loop, engine, self.weights, self._target_of, self.report, self.recorder.left)
+        left = self.recorder.left
+        return self.rollout_kind(name, self.loop, engine, self.weights, self._target_of, self.report, left)
 
     # What the parts say to the control plane. They look it up when they speak: it may have been replaced.
 

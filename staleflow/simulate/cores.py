@@ -17,11 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from staleflow.runtime.control import ControlPlane
 from staleflow.servers.lifecycle import Group
 from staleflow.simulate.cluster import Cluster
-from staleflow.simulate.instance import Instance
-from staleflow.simulate.presets import BLOCK, Setting
+from staleflow.simulate.presets import Setting
 from staleflow.simulate.rollout import SimRollout
 from staleflow.simulate.trainer import SimTrainer
 
@@ -200,6 +198,8 @@ class Mark(NamedTuple):
 
 
 class SharedCluster(Cluster):
+    rollout_kind = SharedRollout
+
     def __init__(self, setting: Setting, seed: int, sharing: Sharing, trains: Callable[[int], bool]) -> None:
         """``trains``: whether a prompt's group takes the trainer any time."""
         self._sharing = sharing
@@ -211,18 +211,15 @@ class SharedCluster(Cluster):
         self.marks: list[Mark] = []
         super().__init__(setting, seed)
 
-    def new_control(self, term: int) -> ControlPlane:
-        if not isinstance(self.trainer, SharedTrainer):
-            parts = (self.loop, self.setting.trainer, self.weights, self.pushed, self._trainer_waits_for)
-            self.trainer = SharedTrainer(*parts, trains=self._trains)
-            self.trainer.changed = self._share
-        return super().new_control(term)
+    def new_trainer(self) -> SimTrainer:
+        parts = (self.loop, self.setting.trainer, self.weights, self.pushed, self._trainer_waits_for)
+        trainer = SharedTrainer(*parts, trains=self._trains)
+        trainer.changed = self._share
+        return trainer
 
     def new_rollout(self, name: str, speed: float = 1.0) -> SimRollout:
-        setting = self.setting
-        engine = Instance(setting.rollout, setting.kv_tokens // BLOCK, BLOCK, setting.max_running, setting.chunk, speed)
-        left = self.recorder.left
-        rollout = SharedRollout(name, self.loop, engine, self.weights, self._target_of, self.report, left)
+        rollout = super().new_rollout(name, speed)
+        assert isinstance(rollout, SharedRollout)
         rollout.changed = self._share
         return rollout
 

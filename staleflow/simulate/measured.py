@@ -95,13 +95,12 @@ class MeasuredRun:
         setting, shares = self.apply(base), self.shares
         if shares is None:
             raise ConfigError("the run does not say what CPU time its processes had; give one made by staleflow train")
-        rollout = setting.rollout
         per_token_s = self.training.per_taught_token_s or self.training.per_token_s
         return replace(
             setting,
             trainer_per_token_gpu_s=per_token_s * shares.trainer_cpu * setting.training_gpus,
             trainer_fixed_s=setting.trainer_fixed_s * shares.trainer_cpu,
-            rollout=CostModel(*(shares.instance_cpu * getattr(rollout, name) for name in CostModel.__slots__)),
+            rollout=setting.rollout.scaled(shares.instance_cpu),
         )
 
     def groups(self, size: int) -> list[tuple[int, ...]]:

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from staleflow.config.machine import cores
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.strategies import ConfigError, Strategies
-from staleflow.simulate.parallel import cores
 from staleflow.simulate.presets import PRESETS, VARIANTS, Setting, preset, with_lengths, with_split
 from staleflow.simulate.workload import (
     Bimodal,

@@ -8,7 +8,7 @@ there are but the time it takes. Use::
         yield [Run(name, "what it is", simulated, (policy, setting, seed))]
         return runs[name]["hash"]
 
-    with Runner(runs, jobs=cores()) as runner:
+    with Runner(runs, jobs=4) as runner:
         results = runner.finish([unit(), ...])
 
 A run waits, then is under way, then is in ``runs``, and nothing that is there or that another unit waits for starts
@@ -52,13 +52,6 @@ class Run:
 
 
 Unit = Generator[Sequence[Run], None, T]
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @dataclass(slots=True)

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from staleflow.runtime.ports import Fence, Report, Work
 from staleflow.simulate.clock import VirtualLoop
+from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.instance import Instance
 from staleflow.simulate.presets import preset
-from staleflow.simulate.rollout import SimRollout
+from staleflow.simulate.rollout import STREAM_S, SimRollout
 from staleflow.simulate.weights import SimWeights
 
 STEP = preset("paper-14b").rollout
@@ -140,3 +142,23 @@ def test_tokens_carry_the_version_that_made_them_over_a_pull() -> None:
     spans = worker.finished()["a"]
     assert [version for version, _ in spans] == [0, 1]
     assert sum(count for _, count in spans) == LENGTH
+
+
+def test_when_a_version_is_published_the_server_knows_how_large_everything_is() -> None:
+    """Levelling asks for it right then; contexts of the last pull would be a whole step old."""
+    setting = replace(preset("paper-14b"), instances=4, training_gpus=4, groups=8, group_size=4, steps=4, staleness=2)
+    cluster = Cluster(setting, seed=3)
+    told, behind = cluster.control.on_pushed, list[int]()
+
+    def pushed(version: int) -> None:
+        now = cluster.loop.now
+        for rollout in cluster.rollouts:
+            for name, generated in rollout.engine.progress(now):
+                known = cluster.control.server.trajectories[rollout._held[name].trajectory].generated
+                behind.append(generated - known)
+        told(version)
+
+    cluster.control.on_pushed = pushed  # type: ignore[method-assign]
+    cluster.run()
+    assert len(behind) > 20
+    assert max(behind) <= STREAM_S / setting.rollout.floor, "no more than were made since the last stream"

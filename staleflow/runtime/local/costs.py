@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from staleflow.coordinator.cost import CostModel
-from staleflow.rollout.fit import Point, fit
+from staleflow.rollout.fit import Point, Profile, fit
 from staleflow.rollout.meter import Key, key
 from staleflow.runtime.local.messages import Cell, Costs
 from staleflow.runtime.outbox import HeldTrainer, Outbox
@@ -140,34 +140,17 @@ def profiled(cells: list[Cell], by_cpu: bool) -> dict[str, Any]:
     share = cpu_share(cells) if by_cpu else 1.0
     points = [point_of(cell, _spent(cell, by_cpu) / cell.count / share) for cell in used]
     model, errors = fit(points)
-    model = scaled(model, sum(_spent(cell, by_cpu) for cell in decoding) / share / _predicted(model, decoding))
+    model = model.scaled(sum(_spent(cell, by_cpu) for cell in decoding) / share / _predicted(model, decoding))
     mixed = [cell for cell in cells if cell.mixed]
     prefilled = sum(cell.prefilled for cell in mixed)
     extra = sum(_spent(cell, by_cpu) for cell in mixed) / share - _predicted(model, mixed)
     model = replace(model, per_prefill_token=max(0.0, extra / prefilled) if prefilled else 0.0)
-    return {
-        "coefficients": {name: getattr(model, name) for name in type(model).__slots__},
-        "paper": {
-            "k1": model.per_context_token,
-            "k2": model.floor,
-            "k3": model.per_sequence,
-            "k4": model.fixed,
-        },
-        "error": errors._asdict(),
-        "points": [point._asdict() for point in sorted(points)],
-        "prefill": [{"tokens": prefilled, "seconds": extra}],
-        "steps": sum(cell.count for cell in cells),
-        "cpu_share": cpu_share(cells),
-    }
+    profile = Profile(model, errors, sorted(points), [(prefilled, extra)])
+    return profile.as_values() | {"steps": sum(cell.count for cell in cells), "cpu_share": cpu_share(cells)}
 
 
 def point_of(cell: Cell, seconds: float) -> Point:
     return Point(round(cell.running / cell.count), round(cell.context / cell.count), seconds)
-
-
-def scaled(model: CostModel, factor: float) -> CostModel:
-    """Every step takes so many times as long."""
-    return CostModel(*(factor * getattr(model, name) for name in CostModel.__slots__))
 
 
 def _spent(cell: Cell, by_cpu: bool) -> float:

@@ -28,7 +28,8 @@ class PeerLedger(StalenessLedger):
         """In the order of completion."""
 
     def quota(self) -> int:
-        raise NotImplementedError
+        """By default as many as the steps up to the bound have places for."""
+        return (self.version + self.max_staleness + 1) * self.batch_size - self.admitted
 
     def pick(self) -> list[Group]:
         """By default whatever is complete, the oldest version first."""

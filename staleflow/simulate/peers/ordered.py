@@ -23,9 +23,6 @@ class WindowLedger(PeerLedger):
         self.places: dict[str, int] = {}
         self._free: list[int] = []
 
-    def quota(self) -> int:
-        return (self.version + self.max_staleness + 1) * self.batch_size - self.admitted
-
     def pick(self) -> list[Group]:
         return [group for group in self.complete.values() if self._step(group.name) == self.frontier]
 

@@ -8,5 +8,4 @@ from staleflow.simulate.peers.book import PeerLedger
 
 
 class QuotaLedger(PeerLedger):
-    def quota(self) -> int:
-        return (self.max_staleness + self.version + 1) * self.batch_size - self.admitted
+    """The rule that all peers have by default, and nothing else."""
