@@ -6,7 +6,7 @@ Everything that this process does in a run is the production code, set up as ``s
 control plane, trajectory server with payload, journal on disk, outbox, ports over sockets, and one reward worker that
 scores the embedded task. Only the other end of the sockets is made up: one process that plays two instances and the
 trainer, answers every prompt with its right response at about ``--rate`` trajectories a second, and tells of them as
-``staleflow/rollout/worker.py`` does. The parts are measured by the clock of the main thread; ``loop`` is what is left
+``staleflow/workers/rollout.py`` does. The parts are measured by the clock of the main thread; ``loop`` is what is left
 of it: the event loop, its system calls, and the pipes of the reward worker.
 """
 
@@ -36,8 +36,16 @@ from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.reward.pool import Settings as RewardSettings
 from staleflow.runtime.control import ControlPlane, Settings
-from staleflow.runtime.local.link import Channel
-from staleflow.runtime.local.messages import (
+from staleflow.runtime.local.link import Channel, pack, unpacker
+from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
+from staleflow.runtime.local.run import CYCLE_S, LAZY_S
+from staleflow.runtime.outbox import HeldTrainer, Outbox
+from staleflow.servers.durable import DurableJournal
+from staleflow.servers.payloads import Limits, Payloads
+from staleflow.servers.trajectories import TrajectoryServer
+from staleflow.tasks.adder import FIRST_COUNTER, PROMPT_TOKENS, VOCABULARY, Adder, make
+from staleflow.tasks.prompts import TaskPrompts
+from staleflow.types import (
     Abort,
     Finish,
     FromProcess,
@@ -50,17 +58,7 @@ from staleflow.runtime.local.messages import (
     Submit,
     Told,
     ToProcess,
-    pack,
-    unpacker,
 )
-from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
-from staleflow.runtime.local.run import CYCLE_S, LAZY_S
-from staleflow.runtime.outbox import HeldTrainer, Outbox
-from staleflow.servers.durable import DurableJournal
-from staleflow.servers.payloads import Limits, Payloads
-from staleflow.servers.trajectories import TrajectoryServer
-from staleflow.tasks.adder import FIRST_COUNTER, PROMPT_TOKENS, VOCABULARY, Adder, make
-from staleflow.tasks.prompts import TaskPrompts
 
 TARGET_US = 100.0
 TARGET_SHARE = 0.03

@@ -11,8 +11,8 @@ GPUs, share of the second lane and threshold are searched for::
 from collections.abc import Sequence
 from itertools import pairwise
 
-from staleflow.simulate.limits import Work, law, splits
 from staleflow.simulate.presets import Setting
+from staleflow.study.law import Work, law, splits
 
 THRESHOLDS = (1_000, 2_000, 4_000, 6_000, 8_000, 10_000, 13_000)
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5)

@@ -29,18 +29,18 @@ from simulation_report import render
 
 from staleflow.config.machine import cores
 from staleflow.simulate.cluster import Cluster
-from staleflow.simulate.compare import TUNING_SEED, Row, key, measured
-from staleflow.simulate.limits import balance, ceiling, even_ceiling, work_of
-from staleflow.simulate.parallel import Run, Runner, Unit
-from staleflow.simulate.peers import (
+from staleflow.simulate.presets import VARIANTS, Setting, with_split, with_strategies
+from staleflow.simulate.workload import Constant, Lognormal, PowerLaw, Sampled
+from staleflow.study.compare import TUNING_SEED, Row, key, measured
+from staleflow.study.law import balance, ceiling, even_ceiling, work_of
+from staleflow.study.parallel import Run, Runner, Unit
+from staleflow.study.peers import (
     SLOTS_WITH_EXCHANGE,
     SLOTS_WITHOUT_EXCHANGE,
     STALEFLOW,
     chunked,
     named,
 )
-from staleflow.simulate.presets import VARIANTS, Setting, with_split, with_strategies
-from staleflow.simulate.workload import Constant, Lognormal, PowerLaw, Sampled
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "results" / "simulation.md"
 PREDICTED = {"On two CPU cores": "simulator_error.json", "On one GPU (H200)": "simulator_error_gpu.json"}

@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from staleflow.simulate.compare import Comparison, Row, first_counted, half_width, ratio, run_of, speed
-from staleflow.simulate.parallel import Run, Runner, T, Unit
-from staleflow.simulate.peers import STALEFLOW, Policy, chosen
 from staleflow.simulate.presets import Setting, preset, with_lengths
+from staleflow.study.compare import Comparison, Row, first_counted, half_width, ratio, run_of, speed
+from staleflow.study.parallel import Run, Runner, T, Unit
+from staleflow.study.peers import STALEFLOW, Policy, chosen
 
 
 class OutOfTimeError(Exception):

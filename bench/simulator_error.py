@@ -11,7 +11,7 @@ steps, training, pulls, reports and rewards cost. Predicted are its own rows (ho
 other runs (how well it predicts). On both sides the first quarter of the steps is left out, or bound + 1 of them.
 
 Two instances and a trainer share two cores, and how they do depends on who has work. So costs are CPU seconds, and the
-simulator divides the cores as the calibration run did (``staleflow/simulate/cores.py``). *Fixed shares* is the
+simulator divides the cores as the calibration run did (``staleflow/study/shared_cores.py``). *Fixed shares* is the
 prediction without that: everything costs the seconds that it took in the calibration run.
 """
 
@@ -32,11 +32,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from staleflow.config.machine import cores  # noqa: E402
-from staleflow.coordinator.strategies import ConfigError  # noqa: E402
+from staleflow.errors import ConfigError  # noqa: E402
 from staleflow.observe.metrics import read_metrics  # noqa: E402
-from staleflow.simulate.cores import SharedCluster, Sharing, calibrated  # noqa: E402
-from staleflow.simulate.measured import MeasuredRun, read_run  # noqa: E402
 from staleflow.simulate.presets import Setting, preset  # noqa: E402
+from staleflow.study.measured import MeasuredRun, read_run  # noqa: E402
+from staleflow.study.shared_cores import SharedCluster, Sharing, calibrated  # noqa: E402
 
 CALIBRATION = 2
 """The bound of the run that is calibrated with."""

@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from staleflow.simulate.chart import HEIGHT, Line, chart, stacked  # noqa: E402
-from staleflow.simulate.chart import document as svg  # noqa: E402
+from staleflow.observe.chart import HEIGHT, Line, chart, stacked  # noqa: E402
+from staleflow.observe.chart import document as svg  # noqa: E402
 
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """Student's t for a two-sided 95 % interval, by degrees of freedom."""

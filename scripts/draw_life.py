@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from staleflow.servers.journal import Event
-from staleflow.servers.lifecycle import Spans
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.presets import Setting, preset
+from staleflow.types import Spans
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "pictures" / "life.svg"
 SEED = 5

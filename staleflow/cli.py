@@ -5,11 +5,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from staleflow import __version__
-from staleflow.rollout import profile_command as profile
-from staleflow.runtime.local import command as train
-from staleflow.simulate import command as simulate
-from staleflow.simulate import compare_command as compare
-from staleflow.simulate import plan_command as plan
+from staleflow.commands import compare, plan, profile, simulate, train
 
 
 class Parser(argparse.ArgumentParser):

@@ -8,7 +8,7 @@ print(estimate(config).text())                  # processes and memory
 from staleflow.config.checks import check
 from staleflow.config.loading import load, to_yaml
 from staleflow.config.machine import Machine, this_machine
-from staleflow.config.plan import Plan, estimate
+from staleflow.config.memory import Plan, estimate
 from staleflow.config.presets import PRESETS
 from staleflow.config.resuming import differences, fingerprint
 from staleflow.config.schema import (
@@ -21,7 +21,8 @@ from staleflow.config.schema import (
     Rollout,
     Training,
 )
-from staleflow.coordinator.strategies import ConfigError, Strategies
+from staleflow.coordinator.strategies import Strategies
+from staleflow.errors import ConfigError
 
 __all__ = [
     "PRESETS",

@@ -13,13 +13,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from staleflow.config.limits import mismatches, refuse_values
 from staleflow.config.machine import Machine
-from staleflow.config.plan import estimate
+from staleflow.config.memory import estimate
+from staleflow.config.rules import mismatches, refuse_values
 from staleflow.config.schema import ADDER, SMOLLM, Config
 from staleflow.config.sizes import Sizes, sizes_of
 from staleflow.config.text import one_line
-from staleflow.coordinator.strategies import ConfigError
+from staleflow.errors import ConfigError
 from staleflow.tasks.smollm import why_not
 from staleflow.tasks.sources import columns, load_function
 from staleflow.tasks.task import TaskError

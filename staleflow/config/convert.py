@@ -16,10 +16,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from staleflow.config.limits import refuse_values
+from staleflow.config.rules import refuse_values
 from staleflow.config.schema import Config
 from staleflow.config.text import short
-from staleflow.coordinator.strategies import ConfigError
+from staleflow.errors import ConfigError
 
 SECTIONS = {name: kind for name, kind in get_type_hints(Config).items() if dataclasses.is_dataclass(kind)}
 """By name, the settings that are groups of settings."""

@@ -20,7 +20,7 @@ from staleflow.config.convert import SECTIONS, to_config, to_tree, type_of, unkn
 from staleflow.config.presets import LAPTOP, PLAIN, PRESETS, Tree
 from staleflow.config.schema import ADDER, Config
 from staleflow.config.text import one_line, parse, render, short
-from staleflow.coordinator.strategies import ConfigError
+from staleflow.errors import ConfigError
 
 ENDINGS = (".yaml", ".yml", ".toml")
 OF_SOURCE = ("source", "arguments", "held_out", "held_out_count")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.config.schema import ADDER, SMOLLM, Config
-from staleflow.coordinator.strategies import ConfigError
+from staleflow.errors import ConfigError
 from staleflow.rollout.shapes import SHAPES
 from staleflow.tasks.adder import VOCABULARY, Shape
 

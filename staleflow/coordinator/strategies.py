@@ -3,15 +3,13 @@
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_type_hints
 
+from staleflow.errors import ConfigError
+
 Consume = Literal["stream", "batch"]
 Routing = Literal["waterfall", "least_loaded", "round_robin"]
 Synchronisation = Literal["gain", "greedy", "starved"]
 Migration = Literal["gain", "blocked", "off"]
 Tail = Literal["wait", "replace", "truncate"]
-
-
-class ConfigError(ValueError):
-    """A setting is unknown, out of range or contradicts another. One line that says what to write instead."""
 
 
 @dataclass(frozen=True, slots=True)

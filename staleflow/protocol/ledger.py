@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, get_args
 
+from staleflow.errors import StaleFlowError
 from staleflow.protocol.layout import lay_out
 from staleflow.protocol.schedule import Group, GroupState, Schedule
 from staleflow.types import Batch, LedgerCounts, StepView
@@ -41,7 +42,7 @@ REDUNDANT = "redundant"
 """The reason under which the ledger itself releases groups, and only with redundancy."""
 
 
-class LedgerError(ValueError):
+class LedgerError(StaleFlowError, ValueError):
     """The ledger was misused: the message names the group and the fix. The state is as it was before the call."""
 
 

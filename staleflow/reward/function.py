@@ -19,6 +19,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
+from staleflow.errors import StaleFlowError
 from staleflow.tasks.sources import load_function
 from staleflow.tasks.task import Problem, TaskError
 
@@ -34,7 +35,7 @@ class Response(NamedTuple):
 Reward = Callable[[Problem, Response], float | Awaitable[float]]
 
 
-class RewardError(ValueError):
+class RewardError(StaleFlowError, ValueError):
     """A reward that cannot be used, in one line with the fix."""
 
 

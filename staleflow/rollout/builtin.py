@@ -19,7 +19,6 @@ import torch
 from tokenizers import Tokenizer
 
 from staleflow.rollout.attention import Layout, PagedAttention, PrefillSpan
-from staleflow.rollout.checkpoint import read_config, read_tensors
 from staleflow.rollout.engine import (
     EngineError,
     EngineSnapshot,
@@ -33,6 +32,7 @@ from staleflow.rollout.engine import (
     WeightSource,
 )
 from staleflow.rollout.model import Model
+from staleflow.rollout.model_folder import read_config, read_tensors
 from staleflow.rollout.options import DTYPES, EngineOptions, cuda_part, device_of
 from staleflow.rollout.pages import PagePool
 from staleflow.rollout.rows import Ints, Rows

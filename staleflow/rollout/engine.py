@@ -14,14 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from staleflow.servers.lifecycle import Spans
+from staleflow.errors import StaleFlowError
+from staleflow.types import Spans
 
 Reason = Literal["stop", "length", "capacity", "interrupted"]
 """Why generation ended: a stop token or string; its token limit; no room in KV memory even with the engine to itself,
 or the model's last position; it was interrupted and can be resumed anywhere."""
 
 
-class EngineError(ValueError):
+class EngineError(StaleFlowError, ValueError):
     """The engine cannot start or go on as asked. The message says what to change."""
 
 

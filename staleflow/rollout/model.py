@@ -17,8 +17,8 @@ from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from staleflow.rollout.attention import Attention
-from staleflow.rollout.checkpoint import ModelConfig
 from staleflow.rollout.engine import EngineError
+from staleflow.rollout.model_folder import ModelConfig
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 LARGE = 1 << 18

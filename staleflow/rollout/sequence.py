@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from staleflow.rollout.engine import Progress, Reason, Request, Result
 from staleflow.rollout.pages import Key, digest
-from staleflow.servers.lifecycle import Spans
+from staleflow.types import Spans
 
 NO_ROW = -1
 

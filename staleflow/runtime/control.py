@@ -22,14 +22,16 @@ from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.decide import Decision, decide
 from staleflow.coordinator.situation import Abort, Command, Interrupt, Pull, Route, Truncate
 from staleflow.coordinator.strategies import Strategies
+from staleflow.errors import StaleFlowError
 from staleflow.runtime.feed import Feed
 from staleflow.runtime.fleet import FleetTable, Member
 from staleflow.runtime.ports import InstancePort, Report, RewardPort, TrainerPort
 from staleflow.runtime.scoring import Scoring
 from staleflow.runtime.situate import MOST_QUEUED, Blocking, Gauge, Line, situate
-from staleflow.servers.lifecycle import Group, Spans, Trajectory
+from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import BadReportError, Chunk
 from staleflow.servers.trajectories import Prompts, TrajectoryServer
+from staleflow.types import Spans
 
 MOST_FAULTS = 3
 """So many reports about one trajectory that cannot be true, and its group is given up."""
@@ -55,7 +57,7 @@ class Settings:
     """First guess of how long a pull takes; measured from then on."""
 
 
-class StalledError(RuntimeError):
+class StalledError(StaleFlowError, RuntimeError):
     """Nothing has happened for so long that nothing will; the message says what the run waits for."""
 
 

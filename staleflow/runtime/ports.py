@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from staleflow.servers.lifecycle import Group, Spans, Trajectory
+from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Chunk
+from staleflow.types import Spans
 
 
 class Fence(NamedTuple):

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from staleflow.protocol import REDUNDANT, StalenessLedger
 from staleflow.servers.journal import NOTES, Event
-from staleflow.servers.lifecycle import Group, Spans, Trajectory
+from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Payloads
+from staleflow.types import Spans
 
 
 class Book:

@@ -6,6 +6,8 @@ import sqlite3
 import struct
 from pathlib import Path
 
+from staleflow.errors import StaleFlowError
+
 FORMAT = 1
 
 SCHEMA = """
@@ -16,7 +18,7 @@ CREATE TABLE payload(id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, size I
 """
 
 
-class JournalError(RuntimeError):
+class JournalError(StaleFlowError, RuntimeError):
     """The journal cannot be opened, read or written; the message says what to do."""
 
 

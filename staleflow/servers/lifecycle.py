@@ -15,6 +15,8 @@ streamed. An interrupted trajectory may still be reported as generated: it ended
 from dataclasses import dataclass, field
 from typing import Literal
 
+from staleflow.types import Spans
+
 State = Literal["queued", "running", "interrupted", "generated", "scored", "complete", "consumed", "aborted"]
 
 NEXT: dict[State, tuple[State, ...]] = {
@@ -28,9 +30,6 @@ NEXT: dict[State, tuple[State, ...]] = {
     "aborted": (),
 }
 """``queued -> generated``: its instance was taken for dead, and finished it after all before it went elsewhere."""
-
-Spans = tuple[tuple[int, int], ...]
-"""Runs of tokens made under one version: ``(version, count)``, in the order they were made."""
 
 
 @dataclass(slots=True, eq=False)

@@ -20,9 +20,10 @@ from typing import Any, Protocol
 from staleflow.protocol import REDUNDANT, StalenessLedger
 from staleflow.servers.book import Book, group_name, still_running
 from staleflow.servers.journal import Event, Journal
-from staleflow.servers.lifecycle import Group, Spans, State, Trajectory
+from staleflow.servers.lifecycle import Group, State, Trajectory
 from staleflow.servers.payloads import BadReportError, Chunk, Payloads, Row
 from staleflow.servers.state import to_state
+from staleflow.types import Spans
 
 ON_AN_INSTANCE: tuple[State, ...] = ("running", "interrupted")
 UNFINISHED: tuple[State, ...] = ("queued", *ON_AN_INSTANCE)

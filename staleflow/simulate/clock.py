@@ -21,10 +21,12 @@ from contextvars import Context
 from heapq import heappop, heappush
 from typing import Any, TypeVar
 
+from staleflow.errors import StaleFlowError
+
 Result = TypeVar("Result")
 
 
-class DeadlockError(RuntimeError):
+class DeadlockError(StaleFlowError, RuntimeError):
     """No timer is left and tasks are pending."""
 
 

@@ -28,7 +28,7 @@ from staleflow.simulate.clock import VirtualLoop
 from staleflow.simulate.disk import SimJournal
 from staleflow.simulate.instance import Instance
 from staleflow.simulate.network import Network, Remote
-from staleflow.simulate.peers import STALEFLOW, Policy
+from staleflow.simulate.policy import STALEFLOW, Policy
 from staleflow.simulate.presets import BLOCK, Setting
 from staleflow.simulate.randomness import Keyed
 from staleflow.simulate.recorder import Recorder

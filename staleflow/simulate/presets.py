@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field, replace
 
 from staleflow.coordinator.cost import CostModel
-from staleflow.coordinator.strategies import ConfigError, Strategies
+from staleflow.coordinator.strategies import Strategies
+from staleflow.errors import ConfigError
 from staleflow.simulate.trainer import TrainerCost
 from staleflow.simulate.workload import Sampled, Trace, Workload, servegen_r1
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from staleflow.runtime.ports import Fence, Report, Snapshot, Work
-from staleflow.servers.lifecycle import Spans
 from staleflow.simulate.clock import VirtualLoop
 from staleflow.simulate.instance import Finished, Instance, Interrupted, Load, Request
 from staleflow.simulate.weights import SimWeights
+from staleflow.types import Spans
 
 STREAM_S = 0.5
 """A worker tells the server about new tokens this often; what a crash loses is younger."""

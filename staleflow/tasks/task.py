@@ -13,10 +13,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+from staleflow.errors import StaleFlowError
+
 Split = Literal["train", "held-out"]
 
 
-class TaskError(ValueError):
+class TaskError(StaleFlowError, ValueError):
     """Bad input to a task or a data source, in one line with the fix."""
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from staleflow.training.segments import Segments
+from staleflow.training.packed import Segments
 
 
 class _Groups(NamedTuple):

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging
 
+from staleflow.errors import StaleFlowError
 from staleflow.training.adapters import adapters
 from staleflow.training.trainer import Trainer
 
@@ -36,7 +37,7 @@ SAME_BASE = 1e-5
 """Merged weights of the same base differ by no more than this between machines, relative to the largest."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(StaleFlowError, ValueError):
     """The checkpoint cannot be used; the message says what to do."""
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from staleflow.training.segments import Metrics, Segments
+from staleflow.training.packed import Metrics, Segments
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are held within this: e^20 is far beyond any clip, and keeps exp and its gradient finite."""

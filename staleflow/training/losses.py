@@ -23,7 +23,7 @@ from torch import Tensor
 
 from staleflow.training.advantages import ADVANTAGES
 from staleflow.training.correction import Correction, log_ratio
-from staleflow.training.segments import SEQUENCE_MEAN, TOKEN_MEAN, Aggregation, LossSum, Segments, aggregate
+from staleflow.training.packed import SEQUENCE_MEAN, TOKEN_MEAN, Aggregation, LossSum, Segments, aggregate
 
 Estimator = Literal["k1", "k2", "k3"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from staleflow.servers.payloads import Row, pack
 from staleflow.training.attention import NAME, by_rows
-from staleflow.training.segments import Segments
+from staleflow.training.packed import Segments
 
 
 class Known(NamedTuple):

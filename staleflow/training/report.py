@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from staleflow.training.segments import Metrics
+from staleflow.training.packed import Metrics
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from staleflow.errors import StaleFlowError
 from staleflow.servers.payloads import Row
 from staleflow.training.adapters import adapters_off, merged, prepare
 from staleflow.training.attention import attend_by_rows
@@ -34,15 +35,15 @@ from staleflow.training.correction import Correction, decoupled, difference, mas
 from staleflow.training.losses import POLICY_LOSSES, entropy_bonus, kl_loss, value_loss
 from staleflow.training.micro_batches import Known, MicroBatch, Outputs, forward, micro_batches
 from staleflow.training.options import TrainerOptions
+from staleflow.training.packed import SEQUENCE_MEAN, TOKEN_MEAN, LossSum, Metrics, scale_gradients
 from staleflow.training.report import StepReport, metric_values
-from staleflow.training.segments import SEQUENCE_MEAN, TOKEN_MEAN, LossSum, Metrics, scale_gradients
 from staleflow.training.value_head import ValueHead
 from staleflow.training.work import Group, Work, estimated, shaped, signals, with_advantages
 
 __all__ = ["Group", "StalenessError", "StepReport", "Trainer", "TrainerOptions"]
 
 
-class StalenessError(RuntimeError):
+class StalenessError(StaleFlowError, RuntimeError):
     """A trajectory is older than the bound allows: a broken promise, not a bad setting."""
 
 

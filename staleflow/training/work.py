@@ -28,7 +28,7 @@ from staleflow.training.advantages import (
 )
 from staleflow.training.micro_batches import Known
 from staleflow.training.options import TrainerOptions
-from staleflow.training.segments import Segments
+from staleflow.training.packed import Segments
 
 Group = Sequence[Row]
 

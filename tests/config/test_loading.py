@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from staleflow.config import PRESETS, Config, ConfigError, differences, load, to_yaml
-from staleflow.config.limits import value_of
+from staleflow.config.rules import value_of
 from staleflow.config.text import parse, render
 from tests.config.settings import as_override, some_settings
 

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import pytest
 from hypothesis import given, settings
 
-from staleflow.config import Config, Data, Evaluation, Reward, Rollout, Training, limits, load, sizes
+from staleflow.config import Config, Data, Evaluation, Reward, Rollout, Training, load, rules, sizes
 from staleflow.config.checks import REWARDS
 from tests.config.settings import as_override, some_settings
 
@@ -25,8 +25,8 @@ def test_training_has_the_options_of_the_trainer() -> None:
     assert defaults(Training) == theirs | {"device": "cpu"}
     ours, types = get_type_hints(Training), get_type_hints(options.TrainerOptions)
     assert {name: ours[name] for name in theirs} == {name: types[name] for name in theirs}
-    assert options.DUAL_CLIPPED == limits.DUAL_CLIPPED
-    assert set(options.EMBEDDINGS) == limits.EMBEDDINGS
+    assert options.DUAL_CLIPPED == rules.DUAL_CLIPPED
+    assert set(options.EMBEDDINGS) == rules.EMBEDDINGS
 
 
 @given(some_settings())
@@ -60,14 +60,14 @@ def test_the_built_in_rewards_are_those_that_exist() -> None:
 
 
 def test_model_families_are_those_of_the_engine() -> None:
-    checkpoint = pytest.importorskip("staleflow.rollout.checkpoint", reason="needs PyTorch")
+    checkpoint = pytest.importorskip("staleflow.rollout.model_folder", reason="needs PyTorch")
     assert checkpoint.FAMILIES == sizes.FAMILIES
 
 
 def test_every_range_names_a_setting() -> None:
-    names = [*limits.AT_MOST, *limits.ABOVE_ZERO, *(name for names in limits.AT_LEAST.values() for name in names)]
+    names = [*rules.AT_MOST, *rules.ABOVE_ZERO, *(name for names in rules.AT_LEAST.values() for name in names)]
     for name in names:
-        limits.value_of(Config(), name)
+        rules.value_of(Config(), name)
 
 
 @pytest.mark.parametrize("kind", [Config, Data, Reward, Rollout, Evaluation])

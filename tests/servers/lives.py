@@ -9,9 +9,10 @@ import numpy as np
 
 from staleflow.protocol import StalenessLedger
 from staleflow.servers.journal import Journal
-from staleflow.servers.lifecycle import Spans, Trajectory
+from staleflow.servers.lifecycle import Trajectory
 from staleflow.servers.payloads import Chunk, Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer, tokens
+from staleflow.types import Spans
 from tests.servers.worlds import Source, state_of
 
 LIMITS = Limits(max_tokens=40, max_prompt_tokens=10_000, vocab_size=50_000)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from staleflow.protocol import LedgerError, StalenessLedger
-from staleflow.servers.lifecycle import Group, Spans, Trajectory
+from staleflow.servers.lifecycle import Group, Trajectory
+from staleflow.types import Spans
 from tests.servers.worlds import ALL, Source, empty_server, run_to_score, state_of
 
 choice = st.sampled_from(range(4096))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from staleflow.rollout.checkpoint import read_config, read_tensors
+from staleflow.rollout.model_folder import read_config, read_tensors
 from staleflow.tasks import base_model as module
 from staleflow.tasks.adder import END, VOCABULARY, Adder, make
 from staleflow.tasks.base_model import (

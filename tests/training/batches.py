@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from staleflow.training.advantages import GROUP_ADVANTAGES, final_rewards, gae
 from staleflow.training.correction import Correction, decoupled, masked_by_sequence, truncated, uncorrected
-from staleflow.training.segments import Aggregation, Segments
+from staleflow.training.packed import Aggregation, Segments
 
 torch.set_num_threads(1)
 FEATURES, VOCABULARY = 4, 5

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from staleflow.training.segments import Aggregation
+from staleflow.training.packed import Aggregation
 
 
 def by_sequence(values_T: Tensor, lengths: Sequence[int]) -> list[Tensor]:

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from staleflow.rollout.checkpoint import read_config
 from staleflow.rollout.model import Model
+from staleflow.rollout.model_folder import read_config
 from staleflow.training.adapters import adapters, adapters_off
 from staleflow.training.build import build
 from staleflow.training.trainer import Trainer, TrainerOptions

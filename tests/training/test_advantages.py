@@ -19,7 +19,7 @@ from staleflow.training.advantages import (
     rloo,
     whiten,
 )
-from staleflow.training.segments import Segments
+from staleflow.training.packed import Segments
 
 from . import oracle
 from .batches import Batch, batches, quick

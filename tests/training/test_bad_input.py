@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from staleflow.training import advantages, correction, losses
-from staleflow.training.segments import SEQUENCE_MEAN, Aggregation, Segments, aggregate
+from staleflow.training.packed import SEQUENCE_MEAN, Aggregation, Segments, aggregate
 
 THREE, TWO = torch.full((3,), -1.0), torch.full((2,), -1.0)
 GROUPS = torch.zeros(3, dtype=torch.long)

@@ -14,7 +14,7 @@ from staleflow.training.correction import (
     truncated,
     uncorrected,
 )
-from staleflow.training.segments import Metrics, Segments
+from staleflow.training.packed import Metrics, Segments
 
 from .batches import quick
 

@@ -18,7 +18,7 @@ from staleflow.training.losses import (
     token_entropy,
     value_loss,
 )
-from staleflow.training.segments import TOKEN_MEAN, LossSum, Segments
+from staleflow.training.packed import TOKEN_MEAN, LossSum, Segments
 
 from .batches import AGGREGATIONS
 

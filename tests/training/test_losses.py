@@ -23,7 +23,7 @@ from staleflow.training.losses import (
     token_entropy,
     value_loss,
 )
-from staleflow.training.segments import SEQUENCE_MEAN, TOKEN_MEAN, Aggregation, LossSum, Segments
+from staleflow.training.packed import SEQUENCE_MEAN, TOKEN_MEAN, Aggregation, LossSum, Segments
 
 from . import oracle
 from .batches import AGGREGATIONS, EPS, KNOBS, Batch, Model, advantages, batches, correction, quick

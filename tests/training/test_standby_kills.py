@@ -10,11 +10,11 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from staleflow.config import load, to_yaml
-from staleflow.runtime.local.messages import Broken, Feed, Finish, Pushed, Ready, Save, Saved, Stop, TrainGroup
 from staleflow.servers.weights import LocalParameterServer, reclaim, segments, slots
+from staleflow.types import Broken, Feed, Finish, Pushed, Ready, Save, Saved, Stop, TrainGroup
 from tests.training.test_trainer import VOCABULARY, groups_of
-from tests.training.test_worker import sent
 from tests.training.trainer_process import STORE, TrainerProcess
+from tests.workers.test_trainer import sent
 
 PLAIN = ("training.learning_rate=0.01",)
 ADAPTERS_AND_VALUES = (*PLAIN, "training.lora_rank=2", "training.advantage=gae", "training.updates_per_step=2")

@@ -16,7 +16,7 @@ from torch import Tensor
 from staleflow.training.advantages import ADVANTAGES, reinforce_plus_plus
 from staleflow.training.correction import CORRECTIONS
 from staleflow.training.losses import POLICY_LOSSES, entropy_bonus, kl_loss, streamable, token_entropy, value_loss
-from staleflow.training.segments import TOKEN_MEAN, Aggregation, LossSum, scale_gradients
+from staleflow.training.packed import TOKEN_MEAN, Aggregation, LossSum, scale_gradients
 
 from .batches import AGGREGATIONS, EPS, Batch, Model, advantages, batches, correction, make, quick
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from staleflow.servers.payloads import Row
 from staleflow.training.micro_batches import Known, micro_batches
 from staleflow.training.options import TrainerOptions
-from staleflow.training.segments import Segments
+from staleflow.training.packed import Segments
 from staleflow.training.work import Work, estimated, shaped, signals, with_advantages
 
 from .batches import quick

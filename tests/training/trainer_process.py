@@ -19,9 +19,11 @@ import transformers.models.llama.modeling_llama
 
 import staleflow.config
 from staleflow.runtime.local import child
-from staleflow.runtime.local.link import Gone, Link
-from staleflow.runtime.local.messages import FromProcess, Setup, pack
-from staleflow.training import build, standby, worker
+from staleflow.runtime.local.link import SocketLink, pack
+from staleflow.training import build, standby
+from staleflow.types import FromProcess, Setup
+from staleflow.workers import trainer as worker
+from staleflow.workers.link import Gone
 
 __all__ = ["build", "peft", "staleflow", "standby", "transformers", "worker"]
 
@@ -48,7 +50,7 @@ class TrainerProcess:
         self.process.start()
         theirs.close()
         self._socket = ours
-        self._link = Link(ours, FromProcess)
+        self._link = SocketLink(ours, FromProcess)
         self._heard: list[Any] = []
         cores = sorted(os.sched_getaffinity(0))
         self.send([Setup("trainer", "trainer", str(run), str(model), STORE, cores, 1, 0, checkpoint, standby)])

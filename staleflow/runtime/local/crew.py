@@ -18,20 +18,17 @@ from typing import Any
 
 import msgspec
 
-from staleflow.runtime.local.directory import RunDirectory
-from staleflow.runtime.local.messages import Broken, Role, Setup
+from staleflow.errors import RunError
+from staleflow.run.directory import RunDirectory
 from staleflow.runtime.local.placement import Place
 from staleflow.runtime.local.process import Child
+from staleflow.types import Broken, Role, Setup
 
 MOST_LIVES = 5
 """A process that dies so often will die again."""
 STORE = "weights"
 
 Hear = Callable[[Child, Any], None]
-
-
-class RunError(RuntimeError):
-    """The run cannot go on; one line that says why and what to do."""
 
 
 class Crew:

@@ -1,7 +1,7 @@
 """The two ends of a socket between the control plane and one process of the run.
 
-The process works between two looks at its end (``Link``); the control plane's end (``Channel``) belongs to its event
-loop. Neither end can block the other for long: the control plane never waits to send.
+The process works between two looks at its end (``SocketLink``); the control plane's end (``Channel``) belongs to its
+event loop. Neither end can block the other for long: the control plane never waits to send.
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ from typing import Any
 
 import msgspec
 
-from staleflow.runtime.local.messages import pack, unpacker
+from staleflow.frames import Frames, framed
+from staleflow.workers.link import Gone
 
 PIECE = 1 << 20
+MOST_BYTES = 2**31
+"""A longer message is refused before memory is taken for it."""
 
 
-class Gone(Exception):  # noqa: N818  # an event, not a mistake
-    """The other end is closed: the run is over, or the control plane has died."""
+def pack(message: msgspec.Struct) -> bytes:
+    return framed(message, MOST_BYTES)
 
 
-class Link:
+def unpacker(kinds: object) -> Frames[Any]:
+    return Frames(kinds, MOST_BYTES)
+
+
+class SocketLink:
     """A process's end: blocking to send, and looked at between two pieces of work."""
 
     def __init__(self, end: socket.socket, kinds: object) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from staleflow.runtime.local.link import Channel
-from staleflow.runtime.local.messages import FromProcess, Setup, Stop
+from staleflow.types import FromProcess, Setup, Stop
 
 STOP_S = 10.0
 """A process that has been told to stop gets so long; then it is killed."""

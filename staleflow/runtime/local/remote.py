@@ -9,7 +9,12 @@ from pathlib import Path
 import msgspec
 
 from staleflow.runtime.local.crew import Crew
-from staleflow.runtime.local.messages import (
+from staleflow.runtime.local.process import Child
+from staleflow.runtime.ports import Fence, Report, Snapshot, Work
+from staleflow.servers.lifecycle import Group
+from staleflow.servers.payloads import Chunk, Payloads
+from staleflow.servers.trajectories import TrajectoryServer
+from staleflow.types import (
     Abort,
     Feed,
     Finish,
@@ -24,11 +29,6 @@ from staleflow.runtime.local.messages import (
     TrainGroup,
     TrainRow,
 )
-from staleflow.runtime.local.process import Child
-from staleflow.runtime.ports import Fence, Report, Snapshot, Work
-from staleflow.servers.lifecycle import Group
-from staleflow.servers.payloads import Chunk, Payloads
-from staleflow.servers.trajectories import TrajectoryServer
 
 UNHEARD = Load((0, 0, 0), -1, 0, 0, 0, 0, 0, 0, None, 0, 0.0)
 

@@ -26,18 +26,17 @@ from staleflow.observe.metrics import MetricsLog
 from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.reward.pool import Settings as RewardSettings
+from staleflow.run.costs import RunCosts, TimedRewards, TimedTrainer
+from staleflow.run.directory import RunDirectory
+from staleflow.run.parts import sizes
+from staleflow.run.record import Record
+from staleflow.run.state import STATE, pack_state, unpack_state
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.filters import no_signal
-from staleflow.runtime.local.costs import RunCosts, TimedRewards, TimedTrainer
 from staleflow.runtime.local.crew import Crew, RunError
-from staleflow.runtime.local.directory import RunDirectory
-from staleflow.runtime.local.messages import Evaluate, Evaluated, News, Pushed, Ready, Saved, Trained
-from staleflow.runtime.local.parts import sizes
 from staleflow.runtime.local.placement import placement
 from staleflow.runtime.local.process import Child
-from staleflow.runtime.local.record import Record
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
-from staleflow.runtime.local.saved import STATE, pack_state, unpack_state
 from staleflow.runtime.outbox import Outbox
 from staleflow.servers.book import let_go
 from staleflow.servers.durable import DurableJournal
@@ -46,6 +45,7 @@ from staleflow.servers.payloads import Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.servers.weights import reclaim
 from staleflow.tasks.opening import TaskSet
+from staleflow.types import Evaluate, Evaluated, News, Pushed, Ready, Saved, Trained
 
 __all__ = ["LocalRun", "RunError"]
 
@@ -127,7 +127,7 @@ class LocalRun:
         return self.record.summary(self.server.ledger.counts()) | self._for_the_simulator()
 
     def _for_the_simulator(self) -> dict[str, Any]:
-        """How large the run was and what things took: what ``staleflow.simulate.measured`` reads."""
+        """How large the run was and what things took: what ``staleflow.study.measured`` reads."""
         return sizes(self.config) | {"cycle_s": CYCLE_S} | self.costs.means()
 
     def _write_profile(self) -> None:

@@ -23,6 +23,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+from staleflow.errors import StaleFlowError
+
 _shm: Any = importlib.import_module("_posixshmem")
 """What ``multiprocessing.shared_memory`` is built on; used directly, because its resource tracker removes segments
 when the process that made them dies, and ours must outlive it."""
@@ -32,7 +34,7 @@ LOCK_WAIT_S = 30.0
 """How long the registry lock is waited for. It is held for milliseconds; freeing a large leftover takes longest."""
 
 
-class WeightsError(ValueError):
+class WeightsError(StaleFlowError, ValueError):
     """Something about weights that the caller can put right. What was published before stays as it was."""
 
 

@@ -1,10 +1,12 @@
 """The one error of workloads, and the checks that raise it with the value seen and what to write instead."""
 
+from staleflow.errors import StaleFlowError
+
 LARGEST = 1e12
 """No length or factor needs more, and products of what is below it stay finite."""
 
 
-class WorkloadError(ValueError):
+class WorkloadError(StaleFlowError, ValueError):
     """A workload that cannot be. One line, for people: what was wrong, the value seen, what to write instead."""
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from staleflow.rollout.sampling import uniform
-from staleflow.rollout.worker import draw_seed
+from staleflow.workers.rollout import draw_seed
 
 
 @dataclass

@@ -4,14 +4,15 @@ import socket
 
 import pytest
 
-from staleflow.runtime.local.link import Gone, Link
-from staleflow.runtime.local.messages import Finish, Reset, Stop, ToProcess, pack
+from staleflow.runtime.local.link import SocketLink, pack
+from staleflow.types import Finish, Reset, Stop, ToProcess
+from staleflow.workers.link import Gone
 
 
 def test_messages_behind_the_one_that_was_taken_are_not_lost() -> None:
     ours, theirs = socket.socketpair()
     with ours:
-        link = Link(theirs, ToProcess)
+        link = SocketLink(theirs, ToProcess)
         ours.sendall(pack(Reset()) + pack(Finish(3)) + pack(Stop()))
         assert next(iter(link.receive(10.0))) == Reset()
         assert list(link.receive(10.0)) == [Finish(3), Stop()]
@@ -20,7 +21,7 @@ def test_messages_behind_the_one_that_was_taken_are_not_lost() -> None:
 
 def test_the_end_of_the_control_plane_is_noticed() -> None:
     ours, theirs = socket.socketpair()
-    link = Link(theirs, ToProcess)
+    link = SocketLink(theirs, ToProcess)
     ours.close()
     with pytest.raises(Gone):
         list(link.receive(10.0))

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.runtime.local.messages import (
+from staleflow.runtime.local.link import pack, unpacker
+from staleflow.types import (
     Abort,
     Cell,
     Costs,
@@ -22,8 +23,6 @@ from staleflow.runtime.local.messages import (
     ToProcess,
     TrainGroup,
     TrainRow,
-    pack,
-    unpacker,
 )
 
 ints = st.integers(0, 2**31)

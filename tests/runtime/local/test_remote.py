@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from staleflow.protocol import StalenessLedger
-from staleflow.runtime.local.messages import Finish, Reset
 from staleflow.runtime.local.remote import RemoteTrainer
 from staleflow.servers.journal import MemoryJournal
 from staleflow.servers.trajectories import TrajectoryServer
+from staleflow.types import Finish, Reset
 
 
 def test_a_trainer_that_takes_over_is_not_told_the_rest_of_a_step_whose_beginning_it_never_heard() -> None:

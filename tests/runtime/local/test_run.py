@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
+from staleflow.commands.options import read_profile
+from staleflow.commands.train import guess
 from staleflow.config import Config, load
 from staleflow.observe.metrics import read_metrics
-from staleflow.runtime.local.command import guess
-from staleflow.runtime.local.directory import RunDirectory
+from staleflow.run.directory import RunDirectory
+from staleflow.run.state import newest
 from staleflow.runtime.local.run import LocalRun, RunError
-from staleflow.runtime.local.saved import newest
 from staleflow.servers.durable import DurableJournal
-from staleflow.simulate.measured import read_run
-from staleflow.simulate.options import read_profile
 from staleflow.simulate.presets import preset
+from staleflow.study.measured import read_run
 from staleflow.tasks import adder
 from staleflow.tasks.base_model import Shape, new_model, tokenizer
 from staleflow.tasks.opening import open_task

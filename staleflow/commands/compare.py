@@ -1,0 +1,217 @@
+"""``staleflow compare``: several policies on one workload, paired, as tables, as JSON or as a picture.
+
+What cannot be compared is told in one line, with exit code 2, before anything runs or is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from typing import TYPE_CHECKING, Any
+
+from staleflow.commands.options import (
+    Subparsers,
+    add_jobs,
+    add_options,
+    check_jobs,
+    check_picture,
+    read_changes,
+    read_setting,
+    refuse,
+    write,
+)
+from staleflow.errors import ConfigError
+from staleflow.protocol.ledger import LedgerError
+from staleflow.runtime.control import StalledError
+from staleflow.simulate.clock import DeadlockError
+from staleflow.simulate.workload import WorkloadError
+from staleflow.study.compare import Comparison, Row
+from staleflow.study.compare_picture import picture
+from staleflow.study.peers import POLICIES, STALEFLOW, chosen
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WIDTH = 132
+"""Columns of a table that is not shown on a terminal."""
+
+
+def whole_numbers(text: str) -> list[int]:
+    """``1,2,3``, each once and in that order."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers; give such as 1,2,3") from None
+    return list(dict.fromkeys(numbers))
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "compare",
+        help="compare policies on one simulated workload",
+        description="Simulate several policies on the same workload, paired by seed, and compare them.",
+        allow_abbrev=False,
+    )
+    add_options(parser, staleness=whole_numbers)
+    parser.add_argument(
+        "--policies",
+        default="all",
+        metavar="NAMES",
+        help=f"with commas: {', '.join(POLICIES)}; NAME+stream or staleflow+batch for the other kind of consumption; "
+        "all (default): each as it ships; every: both kinds",
+    )
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each (default: 3)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first of the seeds (default: 0)")
+    parser.add_argument(
+        "--tune-split", action="store_true", help="give every policy the split of the GPUs that serves it best"
+    )
+    parser.add_argument("--faults", type=int, default=0, metavar="N", help="let N random faults happen in each run")
+    add_jobs(parser)
+    parser.add_argument("--picture", metavar="FILE.svg", help="write throughput against staleness, and timelines")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        comparison = read(options)
+        path = check_picture(options.picture)
+        rows = comparison.rows()
+        drawn = picture(comparison, rows) if path else ""
+    except (ConfigError, WorkloadError, LedgerError) as error:
+        return refuse(error)
+    except (StalledError, DeadlockError) as error:
+        return refuse(f"a run is stuck: {error}", code=1)
+    except BrokenProcessPool:
+        return refuse("a process was ended from outside, perhaps for its memory; give fewer --jobs", code=1)
+    except KeyboardInterrupt:
+        return refuse("interrupted", code=130)
+    if path:
+        try:
+            write(path, drawn)
+        except OSError as error:
+            return refuse(f"--picture {path}: {error.strerror}; give a path that can be written")
+    if options.json:
+        result = {"preset": comparison.setting.name, "limit_tokens_per_s": comparison.limit, "rows": rows}
+        print(json.dumps(result, allow_nan=False))
+    else:
+        show(comparison, rows)
+    return 0
+
+
+def read(options: argparse.Namespace) -> Comparison:
+    """What was asked for, checked before anything runs."""
+    policies = chosen(options.policies)
+    bounds, options.staleness = options.staleness, None
+    changes = read_changes(options)
+    if "policy" in changes:
+        raise ConfigError(f"policy={changes['policy']} contradicts --policies {options.policies}; leave one out")
+    if bounds is not None and "staleness" in changes:
+        raise ConfigError("staleness is given twice; give --staleness or staleness=, not both")
+    if options.seeds < 1:
+        raise ConfigError(f"--seeds {options.seeds} is impossible; give 1 or more")
+    peers = [policy.name for policy in policies if policy.base != STALEFLOW.name]
+    for name, value in (("--faults ", options.faults), ("redundancy=", changes.get("redundancy", 0))):
+        if value < 0 or (value and peers):
+            raise ConfigError(f"{name}{value} is impossible for {', '.join(peers or ['any'])}; give 0, or no peers")
+    setting = read_setting(options)
+    for bound in bounds or ():
+        if bound < 0:
+            raise ConfigError(f"staleness={bound} is impossible; give 0 or more")
+    return Comparison(
+        setting,
+        policies,
+        bounds or [setting.staleness],
+        range(options.seed, options.seed + options.seeds),
+        tune=options.tune_split,
+        faults=options.faults,
+        on_run=tell,
+        jobs=check_jobs(options.jobs),
+    )
+
+
+def tell(what: str) -> None:
+    """On a terminal, what is being simulated, on a line that is written over."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{what}", end="\r", file=sys.stderr, flush=True)
+
+
+# For people
+
+
+def show(comparison: Comparison, rows: Sequence[Row]) -> None:
+    from rich.console import Console  # takes a while to load, and only tables need it
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    setting, splits = comparison.setting, "tuned for each policy" if comparison.tune else "as given"
+    console.print(
+        f"{setting.name}: {setting.groups} groups x {setting.group_size}, {setting.steps} steps without the start, "
+        f"{len(comparison.seeds)} seeds, {setting.gpus} GPUs, split {splits}. "
+        f"No-bubble limit: {comparison.limit:,.0f} tokens/s."
+    )
+    for bound in comparison.bounds:
+        mine = [row for row in rows if row["staleness"] == bound]
+        console.print(speeds(bound, mine))
+        console.print(causes(bound, mine))
+
+
+def speeds(bound: int, rows: Sequence[Row]) -> Table:
+    """How fast each is, and what of it comes at the price of age, waste or shorter replies."""
+    from rich.table import Table
+
+    table = Table(title=f"bound {bound}", title_justify="left")
+    table.add_column("policy", no_wrap=True)
+    names = ("GPUs r+t", "tokens/s", "± 95 %", "x sync", "x best", "% limit", "% law", "binds", "broken", "stale")
+    for name in (*names, "wasted", "shift"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["policy"],
+            f"{row['rollout_gpus']}+{row['training_gpus']}",
+            f"{row['trained_tokens_per_s']:,.0f}",
+            _number(row["ci95"], ",.0f"),
+            _number(row["vs_synchronous"], ".2f"),
+            _number(row["vs_best_bounded"], ".2f"),
+            f"{row['percent_of_limit']:.0f}",
+            f"{row['percent_of_law']:.0f}",
+            row["law_binds"],
+            f"{row['violations']}",
+            f"{row['mean_staleness']:.1f}/{row['max_staleness']}",
+            f"{row['wasted_fraction']:.1%}",
+            f"{row['length_shift']:.3f}",
+        )
+    return table
+
+
+def causes(bound: int, rows: Sequence[Row]) -> Table:
+    """Where the time and the tokens go."""
+    from rich.table import Table
+
+    table = Table(title=f"bound {bound}: where time and tokens go", title_justify="left")
+    table.add_column("policy", no_wrap=True)
+    for name in ("trainer idle", "instances idle", "tokens by staleness", "wasted tokens", "lost/repeated"):
+        table.add_column(name)
+    table.add_column("wall s/step", justify="right")
+    for row in rows:
+        table.add_row(
+            row["policy"],
+            _shares(row["trainer_idle"]),
+            _shares(row["instance_idle"]),
+            _shares(row["staleness_histogram"]),
+            ", ".join(f"{cause} {count:,}" for cause, count in row["wasted"].items()) or "none",
+            f"{row['lost_groups']}/{row['repeated_groups']}",
+            f"{row['wall_s_per_step']:.2f}",
+        )
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _shares(parts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= 0.005) or "none"

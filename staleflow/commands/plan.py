@@ -1,0 +1,243 @@
+"""``staleflow plan``: which bound, batch, length cap and split to train with, as tables, as JSON or as a picture.
+
+What cannot be planned is told in one line, with exit code 2, before anything runs or is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from typing import Any
+
+from staleflow.commands.compare import WIDTH, tell
+from staleflow.commands.options import (
+    Subparsers,
+    add_jobs,
+    add_options,
+    check_jobs,
+    check_picture,
+    read_changes,
+    read_setting,
+    refuse,
+    write,
+)
+from staleflow.errors import ConfigError
+from staleflow.observe.chart import HEIGHT, Line, chart, document, stacked
+from staleflow.protocol.ledger import LedgerError
+from staleflow.runtime.control import StalledError
+from staleflow.simulate.clock import DeadlockError
+from staleflow.simulate.presets import preset
+from staleflow.simulate.workload import WorkloadError
+from staleflow.study.law import Law, law, splits, work_of
+from staleflow.study.measured import read_run
+from staleflow.study.plan import Plan, Search, Trial, Turn, make_plan
+
+STEPS = 10
+"""Steps of a trial, unless told otherwise."""
+
+MEANING = {
+    "training": "the trainer is always busy: more training GPUs help, or fewer tokens",
+    "rollout": "the fleet is always busy: more rollout GPUs help, or fewer tokens",
+    "tail": "the longest replies set the pace: a larger bound or batch or a lower cap helps, more GPUs hardly",
+}
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="find bound, batch, length cap and split in the simulator",
+        description="Search bound, batch size, length cap and GPU split in the simulator, and recommend one setting.",
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    defaults = Search()
+    parser.add_argument("--run-dir", metavar="DIR", help="a finished run: plan with its measured lengths and costs")
+    parser.add_argument(
+        "--most-staleness", type=int, default=defaults.most_staleness, metavar="N", help="no larger bound (default: 3)"
+    )
+    parser.add_argument(
+        "--most-groups", type=int, default=defaults.most_groups, metavar="N", help="no larger batch (default: 512)"
+    )
+    parser.add_argument(
+        "--worth",
+        type=float,
+        default=100 * defaults.worth,
+        metavar="PERCENT",
+        help="turn a knob only for so much more throughput (default: 5)",
+    )
+    add_jobs(parser)
+    parser.add_argument("--picture", metavar="FILE.svg", help="write throughput against bound and against split")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        path = check_picture(options.picture)
+        search = read_search(options)
+        changes = read_changes(options)
+        if "policy" in changes:
+            raise ConfigError("policy has no meaning for a plan, which is for staleflow; leave it out")
+        measured = read_run(options.run_dir) if options.run_dir else None
+        if measured and options.trace:
+            raise ConfigError("--trace and --run-dir both say how long replies are; leave one out")
+        setting = read_setting(options, measured.apply(preset(options.preset)) if measured else None)
+        if "steps" not in changes:
+            setting = replace(setting, steps=STEPS)
+        plan = make_plan(setting, search, on_run=tell, jobs=check_jobs(options.jobs))
+    except (ConfigError, WorkloadError, LedgerError) as error:
+        return refuse(error)
+    except (StalledError, DeadlockError) as error:
+        return refuse(f"a run is stuck: {error}", code=1)
+    except BrokenProcessPool:
+        return refuse("a process was ended from outside, perhaps for its memory; give fewer --jobs", code=1)
+    except KeyboardInterrupt:
+        return refuse("interrupted", code=130)
+    if path:
+        try:
+            write(path, draw(plan))
+        except OSError as error:
+            return refuse(f"--picture {path}: {error.strerror}; give a path that can be written")
+    notes: list[str] = []
+    if measured and measured.cost is None and not options.profile:
+        notes.append(f"{options.run_dir} has no profile.json, so engine steps cost what {options.preset} says; "
+                     "measure them with staleflow profile and give --profile")  # fmt: skip
+    if options.json:
+        print(json.dumps(as_json(plan) | {"notes": notes}, allow_nan=False))
+    else:
+        show(plan, notes)
+    return 0
+
+
+def read_search(options: argparse.Namespace) -> Search:
+    for name in ("most_staleness", "worth"):
+        if getattr(options, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name):g} is impossible; give 0 or more")
+    if options.most_groups < 1:
+        raise ConfigError(f"--most-groups {options.most_groups} is impossible; give 1 or more")
+    return Search(options.most_staleness, options.most_groups, worth=options.worth / 100)
+
+
+# The plan as data
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "preset": plan.start.setting.name,
+        "gpus": plan.start.setting.gpus,
+        "limit_tokens_per_s": plan.best.limit,
+        "start": trial_json(plan.start),
+        "recommended": trial_json(plan.best),
+        "gain": plan.best.tokens_per_s / plan.start.tokens_per_s - 1,
+        "knobs": [turn_json(turn) for turn in plan.turns],
+        "bounds": [trial_json(trial) for trial in plan.bounds],
+    }
+
+
+def trial_json(trial: Trial) -> dict[str, Any]:
+    setting = trial.setting
+    return {
+        "staleness": setting.staleness,
+        "groups": setting.groups,
+        "max_tokens": setting.workload.max_tokens,
+        "rollout_gpus": setting.instances * setting.gpus_per_instance,
+        "training_gpus": setting.training_gpus,
+        "trained_tokens_per_s": trial.tokens_per_s,
+        "mean_staleness": trial.mean_staleness,
+        "percent_of_limit": 100 * trial.tokens_per_s / trial.limit,
+        "percent_of_law": 100 * trial.tokens_per_s / trial.ceiling.tokens_per_s,
+        "cut_off": trial.cut,
+        "law": law_json(trial.law),
+    }
+
+
+def law_json(terms: Law) -> dict[str, Any]:
+    return {
+        "training_s": terms.train_s,
+        "rollout_s": terms.rollout_s,
+        "tail_s": terms.tail_s,
+        "binds": terms.binds,
+    }
+
+
+def turn_json(turn: Turn) -> dict[str, Any]:
+    return {"knob": turn.knob, "value": turn.value, "gain": turn.gain, "taken": turn.taken, "cut_off": turn.after.cut}
+
+
+# For people
+
+
+def show(plan: Plan, notes: Sequence[str]) -> None:
+    from rich.console import Console  # takes a while to load, and only tables need it
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    best, setting, terms = plan.best, plan.best.setting, plan.best.law
+    console.print(
+        f"Recommended for {plan.start.setting.name} on {plan.start.setting.gpus} GPUs: bound {setting.staleness}, "
+        f"{setting.groups} groups for each step, replies up to {setting.workload.max_tokens:,} tokens, "
+        f"{setting.instances * setting.gpus_per_instance} rollout and {setting.training_gpus} training GPUs. "
+        f"Expected: {best.tokens_per_s:,.0f} trained tokens/s, "
+        f"{best.tokens_per_s / plan.start.tokens_per_s - 1:+.0%} over the setting as given."
+    )
+    console.print(
+        f"A step takes at least {terms.train_s:,.1f} s for training, {terms.rollout_s:,.1f} s for rollout and "
+        f"{terms.tail_s:,.1f} s for its longest reply. What binds is {terms.binds}: {MEANING[terms.binds]}."
+    )
+    for note in notes:
+        console.print(f"Note: {note}.")
+    knobs = Table(title="what each knob is worth", title_justify="left")
+    for name in ("knob", "turned to", "tokens/s", "gain", "cut off", "taken"):
+        knobs.add_column(name, justify="left" if name == "knob" else "right")
+    for turn in plan.turns:
+        to = f"{turn.value:,} training GPUs" if turn.knob == "split" else f"{turn.value:,}"
+        cells = (f"{turn.after.tokens_per_s:,.0f}", f"{turn.gain:+.1%}", f"{turn.after.cut:.1%}")
+        knobs.add_row(turn.knob, to, *cells, "yes" if turn.taken else "no")
+    console.print(knobs)
+    bounds = Table(title="by bound, each with its best split", title_justify="left")
+    names = ("bound", "GPUs r+t", "tokens/s", "% limit", "% law", "training s", "rollout s", "tail s", "binds", "stale")
+    for name in names:
+        bounds.add_column(name, justify="right")
+    for trial in plan.bounds:
+        bounds.add_row(*_bound(trial))
+    console.print(bounds)
+
+
+def _bound(trial: Trial) -> Iterator[str]:
+    setting, terms = trial.setting, trial.law
+    yield f"{setting.staleness}"
+    yield f"{setting.instances * setting.gpus_per_instance}+{setting.training_gpus}"
+    yield f"{trial.tokens_per_s:,.0f}"
+    yield f"{100 * trial.tokens_per_s / trial.limit:.0f}"
+    yield f"{100 * trial.tokens_per_s / trial.ceiling.tokens_per_s:.0f}"
+    for seconds in (terms.train_s, terms.rollout_s, terms.tail_s):
+        yield f"{seconds:,.1f}"
+    yield terms.binds
+    yield f"{trial.mean_staleness:.2f}"
+
+
+def draw(plan: Plan) -> str:
+    """Throughput against the bound, and against the split of what is recommended; with what the law allows."""
+    name, best = plan.start.setting.name, plan.best
+    by_bound = [
+        Line("simulated", [(trial.setting.staleness, trial.tokens_per_s, 0) for trial in plan.bounds]),
+        Line("the law", [(trial.setting.staleness, trial.ceiling.tokens_per_s, 0) for trial in plan.bounds], True),
+    ]
+    work = work_of(best.setting)
+    streamed = best.setting.strategies.consume == "stream"
+    low, high = min(best.splits), max(best.splits)
+    allowed = [law(split, streamed, work) for split in splits(best.setting) if low <= split.training_gpus <= high]
+    by_split = [
+        Line("simulated", [(gpus, speed, 0) for gpus, speed in sorted(best.splits.items())]),
+        Line("the law", [(each.training_gpus, each.tokens_per_s, 0) for each in reversed(allowed)], True),
+    ]
+    title = f"bound {best.setting.staleness}, {best.setting.groups} groups: trained tokens/s against training GPUs"
+    parts = [
+        chart(by_bound, f"{name}: trained tokens/s against the bound", "staleness bound", [("limit", best.limit)]),
+        chart(by_split, title, "training GPUs", [("limit", best.limit)]),
+    ]
+    return document(stacked([(part, float(HEIGHT)) for part in parts]), 2 * HEIGHT, f"Plan for {name}")

@@ -1,0 +1,199 @@
+"""``staleflow train``: the main job, on this machine.
+
+staleflow train                                   the embedded default: minutes on two CPU cores
+staleflow train laptop staleness=1 steps=40       a preset, or a file, with changes
+staleflow train --resume runs/latest              go on where a run was stopped
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from staleflow.config import Config, ConfigError, check, differences, estimate, load, to_yaml
+from staleflow.coordinator.cost import CostModel
+from staleflow.reward.function import BAD_REWARD
+from staleflow.run.directory import RunDirectory
+from staleflow.run.state import newest
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells expect it."""
+CPU = {"bandwidth": 1e10, "flops": 4e10}
+GPU = {"bandwidth": 2e12, "flops": 4e14}
+"""Rough peaks for a first guess of what a step costs; the coordinator measures from the first step on."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("train", help="train a model under a staleness bound")
+    parser.add_argument("overrides", nargs="*", metavar="CONFIG | KEY=VALUE", help="a preset or a file, then changes")
+    parser.add_argument("--resume", metavar="RUN", help="go on with the run in this directory")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and the memory it needs, train nothing")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON, progress to standard error")
+    parser.add_argument("--plain", action="store_true", help="one line per step instead of a live view")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("staleflow: stopped before training began, or by a second Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, OSError) as error:  # what the user can put right; anything else is our mistake
+        print(f"staleflow: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    source, changes = _split(options.overrides)
+    if options.resume:
+        directory, config = _resumed(Path(options.resume), source, changes)
+    else:
+        directory, config = None, load(source, changes)
+    check(config)
+    plan = estimate(config)
+    if options.dry_run:
+        print(json.dumps(plan.facts()) if options.json else plan.text())
+        return 2 if plan.problem else 0
+    if plan.problem:
+        raise ConfigError(plan.problem)
+    checkpoint = None
+    if directory is not None:
+        checkpoint = newest(directory.checkpoints)
+        if checkpoint is None:
+            raise ConfigError(f"{directory.path} has no checkpoint to go on from: start a new run")
+        directory.config_file.write_text(to_yaml(config))
+    summary = train(config, directory, checkpoint, name=source or "laptop", plain=options.plain, quiet=options.json)
+    if options.json:
+        print(json.dumps(summary))
+    return INTERRUPTED if summary["interrupted"] else 0
+
+
+def train(
+    config: Config, directory: RunDirectory | None, checkpoint: Path | None, name: str, plain: bool, quiet: bool
+) -> dict[str, Any]:
+    """Everything heavy happens in here."""
+    from staleflow.observe.terminal import TerminalView
+    from staleflow.run.status import status_of
+    from staleflow.runtime.local.run import LocalRun, RunError
+    from staleflow.tasks.opening import model_folder, open_task
+
+    out = sys.stderr if quiet else sys.stdout
+    asyncio.run(try_reward(config))
+    model = model_folder(config, lambda step, loss: _warming(step, loss, out))
+    task = open_task(config, model)
+    directory = directory or RunDirectory.create(config, Path(name).stem)
+    print(f"run {directory.path}", file=out, flush=True)
+    view = TerminalView(out, plain=plain)
+
+    def show(run: LocalRun) -> None:
+        status = status_of(run)
+        view.update(status)
+        view.line(status)
+
+    run = LocalRun(config, directory, model, task, guess(config, model), checkpoint, show)
+    try:
+        summary = asyncio.run(run.execute())
+    except RunError as error:
+        raise ConfigError(str(error)) from None
+    finally:
+        view.close()
+    summary |= {"interrupted": run.interrupted, "run": str(directory.path)}
+    directory.write(directory.summary, summary)
+    if not quiet:
+        print(told(summary, directory))
+    return summary
+
+
+async def try_reward(config: Config) -> None:
+    """Ask for one reward before anything heavy is loaded. One that is no number would be none in every step.
+
+    An exception is let pass: it may be about the empty response, and real ones are retried and reported.
+    """
+    from staleflow.reward.pool import RewardPool, Settings
+    from staleflow.tasks.opening import first_problem
+
+    answers: asyncio.Queue[str] = asyncio.Queue()
+    settings = Settings(workers=1, timeout_s=config.reward.timeout_s)
+    pool = RewardPool(
+        config.reward.function,
+        settings,
+        on_reward=lambda _name, _reward: answers.put_nowait(""),
+        on_failure=lambda _name, why: answers.put_nowait(why),
+    )
+    try:
+        await pool.start()
+        pool.submit("a try", first_problem(config))
+        why = await answers.get()
+    finally:
+        await pool.close()
+    if why.startswith(BAD_REWARD):
+        raise ConfigError(f"reward.function={config.reward.function}: {why}")
+
+
+def _warming(step: int, loss: float, out: TextIO) -> None:
+    """The first run makes the base model."""
+    if step == 0:
+        print("making the base model by a short supervised warm start; it is kept for later runs", file=out)
+    if step % 100 == 0:
+        print(f"  step {step:4}, loss {loss:.3f}", file=out, flush=True)
+
+
+def told(summary: dict[str, Any], directory: RunDirectory) -> str:
+    """The result in a few lines for people."""
+    first, last = summary["accuracy_initial"], summary["accuracy_final"]
+    lines = [
+        f"{summary['steps']} steps in {summary['wall_s']:.0f} s, {summary['trained_tokens_per_s']:,.0f} tokens/s; "
+        f"staleness at most {summary['max_staleness']} of {summary['bound']}, {summary['violations']} violations",
+        f"trainer idle {summary['trainer_idle']:.0%}, control plane {summary['control_overhead']:.1%} of one core, "
+        f"{summary['tokens_wasted']:,} tokens wasted",
+    ]
+    if first is not None and last is not None:
+        lines.insert(0, f"held-out accuracy {first:.1%} -> {last:.1%}")
+    if summary["seconds_to_90"] is not None:
+        lines[0] += f" (90 % after {summary['seconds_to_90']:.0f} s)"
+    if summary["interrupted"]:
+        lines.append(f"stopped by Ctrl-C; go on with: staleflow train --resume {directory.path}")
+    lines.append(f"model: {newest(directory.checkpoints)}")
+    return "\n".join(lines)
+
+
+def guess(config: Config, model: Path) -> CostModel:
+    """What a decoding step may cost, from the model's shape."""
+    shape = json.loads((model / "config.json").read_text())
+    heads = shape["num_attention_heads"]
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    peaks = CPU if config.rollout.device == "cpu" else GPU
+    return CostModel.from_geometry(
+        parameters=size / 4,
+        layers=shape["num_hidden_layers"],
+        kv_heads=shape.get("num_key_value_heads") or heads,
+        head_size=shape.get("head_dim") or shape["hidden_size"] // heads,
+        bytes_per_value=4 if config.rollout.dtype == "float32" else 2,
+        **peaks,
+    )
+
+
+def _split(words: list[str]) -> tuple[str | None, list[str]]:
+    """A preset or a file comes first and has no ``=``."""
+    sources = [word for word in words if "=" not in word]
+    if len(sources) > 1:
+        raise ConfigError(f"{sources[0]!r} and {sources[1]!r} are both no key=value: give one preset or file")
+    return (sources[0] if sources else None), [word for word in words if "=" in word]
+
+
+def _resumed(path: Path, source: str | None, changes: list[str]) -> tuple[RunDirectory, Config]:
+    directory, before = RunDirectory.existing(path)
+    if source is not None:
+        raise ConfigError(f"--resume takes the settings from {path}: leave {source!r} out")
+    config = load(str(directory.config_file), changes)
+    if changed := differences(before, config):
+        raise ConfigError(
+            f"the run in {path} was made with other settings of {', '.join(changed)}: "
+            "leave them as they were, or start a new run"
+        )
+    return directory, config

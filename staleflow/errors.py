@@ -1,0 +1,17 @@
+"""What can go wrong and is not a bug: every error that a user can cause is a ``StaleFlowError``.
+
+Its message is one line that says what was wrong, the value seen, and what to write instead. Commands print that line
+and end with exit code 2; anything else is a mistake of ours and keeps its traceback.
+"""
+
+
+class StaleFlowError(Exception):
+    """The base of all errors that a user can put right."""
+
+
+class ConfigError(StaleFlowError, ValueError):
+    """A setting is unknown, out of range or contradicts another."""
+
+
+class RunError(StaleFlowError, RuntimeError):
+    """A run cannot continue."""

@@ -1,0 +1,1 @@
+"""A run on disk and in numbers: its directory, record, state and what things took."""

@@ -1,0 +1,64 @@
+"""The control plane's part of a checkpoint: ledger, cursor, every live trajectory with its tokens, and the record.
+
+also = {STATE: pack_state(server, record)}         # goes into the trainer's checkpoint
+record = unpack_state((folder / STATE).read_bytes(), server, journal)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from staleflow.config import ConfigError
+from staleflow.run.record import Record
+from staleflow.servers.durable import DurableJournal
+from staleflow.servers.payloads import Chunk
+from staleflow.servers.state import ENDED, restore, to_state
+from staleflow.servers.trajectories import TrajectoryServer
+
+STATE = "run.state"
+FORMAT = 1
+
+
+class _State(msgspec.Struct, array_like=True):
+    format: int
+    server: dict[str, Any]
+    payloads: list[tuple[str, bytes, bytes]]
+    record: bytes
+
+
+def pack_state(server: TrajectoryServer, record: Record) -> bytes:
+    payloads = server.payloads
+    assert payloads is not None
+    names = [*(name for name in server.groups), *(each.name for each in server)]
+    held = [
+        (name, payloads.tokens(name).tobytes(), payloads.logprobs(name).tobytes()) for name in names if name in payloads
+    ]
+    return msgspec.msgpack.encode(_State(FORMAT, to_state(server), held, record.to_bytes()))
+
+
+def unpack_state(body: bytes, server: TrajectoryServer, journal: DurableJournal) -> Record:
+    """Bring a new server to where the checkpoint was made, and let its journal begin there."""
+    state = msgspec.msgpack.decode(body, type=_State)
+    if state.format != FORMAT:
+        raise ConfigError(f"the checkpoint has format {state.format}, this version of StaleFlow reads {FORMAT}")
+    restore(server, state.server)
+    payloads = server.payloads
+    assert payloads is not None
+    for name, tokens, logprobs in state.payloads:
+        chunk = Chunk(0, tokens, logprobs)
+        if tokens:
+            payloads.add(name, chunk)
+            journal.append(("restored", name), (name, chunk))
+    for each in server:
+        if each.state in ENDED:
+            payloads.seal(each.name)
+    journal.snapshot(to_state(server))
+    return Record.from_bytes(state.record)
+
+
+def newest(checkpoints: Path) -> Path | None:
+    """The latest checkpoint that a run can go on from."""
+    return max((each for each in checkpoints.glob("step-*") if (each / STATE).is_file()), default=None)

@@ -1,0 +1,1 @@
+"""What runs inside a role: rollout, trainer, evaluator."""

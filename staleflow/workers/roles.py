@@ -1,0 +1,127 @@
+"""What each role of a run loads before it serves: an instance, the trainer, the evaluator.
+
+    serve = build(setup, link)          # loads, says ``Ready``, and returns the loop to run
+    serve()
+
+Nothing here knows how the process was started or what carries its messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from staleflow.run.directory import RunDirectory
+from staleflow.run.parts import engine_options, sampling, trainer_options
+from staleflow.types import Ready, Setup
+from staleflow.workers.link import Link
+
+if TYPE_CHECKING:
+    from staleflow.servers.weights import LocalParameterServer
+
+
+def build(setup: Setup, link: Link) -> Callable[[], None]:
+    return {"instance": _instance, "trainer": _trainer, "evaluator": _evaluator}[setup.role](setup, link)
+
+
+class LazyWeights:
+    """The parameter server, joined at the first pull: its writer may start later than its readers."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._server: Any = None
+
+    def pull(self, into: Mapping[str, Any], at_least: int) -> int:
+        if self._server is None:
+            from staleflow.servers.weights import LocalParameterServer
+
+            self._server = LocalParameterServer.attach(self._setup.store, registry=registry(self._setup))
+        return self._server.pull(into, at_least)
+
+
+def registry(setup: Setup) -> Path:
+    """Where the parameter server of this run is found, and of no other run."""
+    return RunDirectory(Path(setup.run)).weights
+
+
+def _instance(setup: Setup, link: SocketLink) -> Any:
+    from staleflow.config import load
+    from staleflow.rollout.builtin import TorchEngine
+    from staleflow.tasks.opening import stop_tokens
+    from staleflow.workers.rollout import RolloutWorker, serve
+
+    config = load(str(Path(setup.run) / "config.yaml"), [])
+    engine = TorchEngine(setup.model, engine_options(config), version=-1)
+    drawing = sampling(config, stop_tokens(Path(setup.model)))
+    worker = RolloutWorker(engine, LazyWeights(setup), drawing, config.seed)
+    link.send(Ready(-1))
+    return lambda: serve(worker, link)
+
+
+def _trainer(setup: Setup, link: SocketLink) -> Any:
+    from staleflow.config import load
+    from staleflow.training.build import build
+    from staleflow.training.checkpoints import load as load_checkpoint
+    from staleflow.training.standby import revive
+    from staleflow.training.trainer import StalenessError
+    from staleflow.workers.trainer import TrainerWorker, serve
+
+    config = load(str(Path(setup.run) / "config.yaml"), [])
+    trainer = build(setup.model, trainer_options(config), config.training.device)
+    weights = _store(setup)
+    if weights.newest() >= 0:
+        revive(trainer, weights)
+    elif setup.checkpoint:
+        load_checkpoint(trainer, setup.checkpoint)
+    worker = TrainerWorker(trainer, weights, link.send, Path(setup.model), standby=config.processes.standby)
+    worker.publish()
+    link.send(Ready(trainer.version))
+
+    def run() -> None:
+        try:
+            serve(worker, link)
+        except (ValueError, StalenessError, FloatingPointError):  # another trainer would come to the same
+            weights.close()
+            raise
+        except BaseException:
+            weights.detach()
+            raise
+        weights.close()
+
+    return run
+
+
+def _store(setup: Setup) -> LocalParameterServer:
+    """That of the trainer before this one, or a new one. One left by an earlier life of the run is not gone on from:
+    it may be ahead of the checkpoint that this life began with."""
+    from staleflow.servers.weights import LocalParameterServer, NoStoreError
+
+    if setup.standby:
+        with contextlib.suppress(NoStoreError):  # it died before it made one
+            return LocalParameterServer.take_over(setup.store, registry=registry(setup))
+    return LocalParameterServer.create(setup.store, registry=registry(setup))
+
+
+def _evaluator(setup: Setup, link: SocketLink) -> Any:
+    from staleflow.config import load
+    from staleflow.reward.function import load_reward
+    from staleflow.rollout.builtin import TorchEngine
+    from staleflow.tasks.opening import open_task
+    from staleflow.workers.evaluator import Evaluator, serve
+
+    config = load(str(Path(setup.run) / "config.yaml"), [])
+    task = open_task(config, Path(setup.model))
+    engine = TorchEngine(setup.model, engine_options(config), version=-1)
+    evaluator = Evaluator(
+        engine,
+        engine.model.parameters,
+        LazyWeights(setup),
+        task.held_out,
+        sampling(config, task.stop_tokens, config.evaluation.temperature),
+        load_reward(config.reward.function, config.reward.timeout_s),
+        task.decode,
+    )
+    link.send(Ready(-1))
+    return lambda: serve(evaluator, link)

@@ -1,0 +1,109 @@
+"""Bad input gets one line that says what to write instead, exit code 2, and leaves nothing behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from staleflow.cli import main
+from staleflow.commands.train import told
+from staleflow.config import load, to_yaml
+from staleflow.run.directory import RunDirectory
+from staleflow.run.state import STATE
+from staleflow.tasks.base_model import Shape, new_model, tokenizer
+
+
+def refused(capsys: pytest.CaptureFixture[str], runs: Path, *words: str) -> str:
+    assert main(["train", f"runs={runs}", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("staleflow: error: ")
+    assert said.err.count("\n") == 1
+    assert not runs.exists() or not list(runs.iterdir()), "nothing is half-written"
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model=/nowhere"], "no such folder"),
+        (["staleness=-1"], "give 0 or more"),
+        (["rollout.instances=100000"], "give rollout.instances="),
+        (["groups=0"], "groups=0"),
+        (["bound=2"], "bound is unknown"),
+        (["nonsense"], "preset nonsense is unknown"),
+        (["laptop", "one-gpu"], "give one preset or file"),
+        (["reward.function=tests.runtime.local.rewards:not_a_number"], "the reward is nan: return a finite number"),
+        (["reward.function=tests.runtime.local.rewards:text"], "the reward is '1.0', a str: return a number"),
+        (["reward.function=no_such_module:reward"], "no_such_module"),
+        (["--resume", "/nowhere"], "is no run"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_heavy_is_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], says: str
+) -> None:
+    if "--resume" in words:
+        assert main(["train", *words]) == 2
+        assert says in capsys.readouterr().err
+    else:
+        assert says in refused(capsys, tmp_path / "runs", *words)
+
+
+def test_a_dataset_without_the_named_column(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"question": "1 + 1", "answer": "2"}) + "\n")
+    new_model(Shape(hidden=16, intermediate=16, layers=1, heads=2, positions=2048), seed=0).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    capsys.readouterr()  # what saving the model printed
+    words = [f"model={tmp_path}", f"data.source={data}", "data.prompt=prompt", "reward.function=last-number"]
+    said = refused(capsys, tmp_path / "runs", *words)
+    assert "prompt" in said
+    assert "question" in said, "it says what there is"
+
+
+def test_a_run_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "give another folder" in refused(capsys, tmp_path / "file" / "runs")
+
+
+def existing_run(tmp_path: Path) -> Path:
+    run = RunDirectory(tmp_path / "run")
+    run.checkpoint(3).mkdir(parents=True)
+    (run.checkpoint(3) / STATE).write_bytes(b"")
+    run.config_file.write_text(to_yaml(load(None, ["staleness=2"])))
+    return run.path
+
+
+def test_a_resume_with_other_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = existing_run(tmp_path)
+    assert main(["train", "--resume", str(run), "staleness=1", "training.learning_rate=1e-3"]) == 2
+    said = capsys.readouterr().err
+    assert "other settings of staleness, training.learning_rate" in said
+    assert said.count("\n") == 1
+    assert main(["train", "--resume", str(run), "laptop"]) == 2
+    assert "leave 'laptop' out" in capsys.readouterr().err
+
+
+def test_a_resume_without_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = existing_run(tmp_path)
+    (run / "checkpoints" / "step-000003" / STATE).unlink()
+    assert main(["train", "--resume", str(run)]) == 2
+    assert "has no checkpoint to go on from" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_plan_and_trains_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    assert main(["train", "--dry-run", f"runs={runs}"]) == 0
+    assert "needed" in capsys.readouterr().out
+    assert main(["train", "--dry-run", "--json", f"runs={runs}"]) == 0
+    assert json.loads(capsys.readouterr().out)["instances"] == 2
+    assert not runs.exists()
+
+
+def test_a_summary_without_an_evaluation_can_be_told(tmp_path: Path) -> None:
+    summary = {
+        "accuracy_initial": None, "accuracy_final": None, "steps": 0, "wall_s": 0.0, "trained_tokens_per_s": 0.0,
+        "max_staleness": 0, "bound": 2, "violations": 0, "trainer_idle": 0.0, "control_overhead": 0.0,
+        "tokens_wasted": 0, "seconds_to_90": None, "interrupted": True,
+    }  # fmt: skip
+    assert "--resume" in told(summary, RunDirectory(tmp_path))

@@ -1,0 +1,78 @@
+"""Versions that were kept are evaluated as they were, however many came after."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from staleflow.reward.function import Response
+from staleflow.rollout.builtin import EngineOptions, TorchEngine
+from staleflow.rollout.engine import Sampling
+from staleflow.tasks.base_model import Shape, new_model
+from staleflow.tasks.task import Problem
+from staleflow.workers.evaluator import Evaluator
+
+PROBLEMS = [((5 + at, 7), Problem("", {"at": at})) for at in range(6)]
+
+
+class Store:
+    """Version v has the weights of seed v."""
+
+    version = 0
+
+    def pull(self, into: Mapping[str, Any], at_least: int) -> int:  # noqa: ARG002
+        model = new_model(Shape(hidden=16, intermediate=16, layers=1, heads=2), seed=self.version)
+        for name, tensor in model.state_dict().items():
+            into[name].copy_(tensor)
+        return self.version
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    new_model(Shape(hidden=16, intermediate=16, layers=1, heads=2), seed=99).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def evaluator(folder: Path, store: Store, reward: Any) -> Evaluator:
+    engine = TorchEngine(folder, EngineOptions(kv_tokens=256, max_running=8, threads=1), version=-1)
+    sampling = Sampling(temperature=0.0, max_tokens=8)
+    return Evaluator(engine, engine.model.parameters, store, PROBLEMS, sampling, reward, lambda _: "")
+
+
+def score(_: Problem, response: Response) -> float:
+    return sum(response.tokens) / 1000
+
+
+def test_kept_versions_are_evaluated_as_they_were(folder: Path) -> None:
+    alone: dict[int, float | None] = {}
+    for version in range(3):
+        store = Store()
+        store.version = version
+        alone[version] = next(evaluator(folder, store, score).evaluate()).accuracy
+    assert len(set(alone.values())) == 3, "versions differ, or this would show nothing"
+    store, together = Store(), {}
+    under_test = evaluator(folder, store, score)
+    for version in range(2):
+        store.version = version
+        under_test.keep()
+        under_test.keep()  # asked twice, kept once
+    store.version = 2
+    for each in under_test.evaluate():
+        assert each.version not in together
+        together[each.version] = each.accuracy
+    assert together == pytest.approx(alone)
+
+
+def test_responses_that_cannot_be_scored_are_counted_and_are_no_zeros(folder: Path) -> None:
+    def sometimes(problem: Problem, _: Response) -> float:
+        if problem.facts["at"] % 2:
+            raise RuntimeError("the service is down")
+        return 1.0
+
+    evaluated = next(evaluator(folder, Store(), sometimes).evaluate())
+    assert (evaluated.accuracy, evaluated.failed) == (1.0, 3)
+    assert "the service is down" in evaluated.why
+    none = next(evaluator(folder, Store(), lambda *_: torch.nan).evaluate())
+    assert (none.accuracy, none.failed) == (None, 6)

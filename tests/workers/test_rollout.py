@@ -1,0 +1,237 @@
+"""However often trajectories are moved and told of: every token is told once, in order, with its version."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from staleflow.rollout.builtin import EngineOptions, TorchEngine
+from staleflow.rollout.engine import Sampling
+from staleflow.servers.payloads import TOKEN
+from staleflow.tasks.base_model import Shape, new_model
+from staleflow.types import Abort, Interrupt, Job, Pull, Submit, Told
+from staleflow.workers.rollout import RolloutWorker
+
+SAMPLING = Sampling(max_tokens=24, stop_tokens=(1,))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    new_model(Shape(hidden=16, intermediate=16, layers=1, heads=2), seed=3).save_pretrained(path)
+    return path
+
+
+class SameWeights:
+    """A parameter server whose versions differ in nothing but their number."""
+
+    def pull(self, into: Mapping[str, Any], at_least: int) -> int:  # noqa: ARG002
+        return at_least
+
+
+def worker(folder: Path, seed: int = 0) -> RolloutWorker:
+    return RolloutWorker(
+        TorchEngine(folder, EngineOptions(kv_tokens=256, max_running=4, page_size=8, threads=1), version=0),
+        SameWeights(),
+        SAMPLING,
+        seed,
+    )
+
+
+class Desk:
+    """The control plane's view: what is known of each trajectory, pieced together from what was told."""
+
+    def __init__(self, count: int) -> None:
+        self.tokens: dict[str, list[int]] = {f"t{at}": [] for at in range(count)}
+        self.logprobs: dict[str, bytes] = dict.fromkeys(self.tokens, b"")
+        self.spans: dict[str, Any] = dict.fromkeys(self.tokens, ())
+        self.epoch = dict.fromkeys(self.tokens, 0)
+        self.where: dict[str, int | None] = dict.fromkeys(self.tokens)
+        self.finished: set[str] = set()
+
+    def job(self, name: str) -> Job:
+        self.epoch[name] += 1
+        tokens = np.array(self.tokens[name], TOKEN).tobytes()
+        prompt = np.array([5 + int(name[1:]), 7, 9], TOKEN).tobytes()
+        return Job(name, self.epoch[name], name, prompt, tokens, self.logprobs[name], self.spans[name])
+
+    def hear(self, told: Told) -> None:
+        name = told.trajectory
+        assert told.epoch == self.epoch[name]
+        assert told.start == len(self.tokens[name]), "neither a gap nor a repetition"
+        self.tokens[name] += np.frombuffer(told.tokens, TOKEN).tolist()
+        self.logprobs[name] += told.logprobs
+        self.spans[name] = told.spans
+        assert sum(count for _, count in told.spans) == len(self.tokens[name]) == len(self.logprobs[name]) // 4
+        versions = [version for version, _ in told.spans]
+        assert all(one != other for one, other in pairwise(versions)), "one span for tokens that belong together"
+
+    def news(self, at: int, each: RolloutWorker, everything: bool) -> None:
+        news = each.news(everything)
+        if news is None:
+            return
+        told_of = [told.trajectory for told in (*news.progress, *news.finished, *news.returned)]
+        assert len(told_of) == len(set(told_of)), "one thing of each trajectory: their tokens are kept by name"
+        for told in news.progress:
+            self.hear(told)
+        for told in (*news.finished, *news.returned):
+            self.hear(told)
+            assert self.where[told.trajectory] == at
+            self.where[told.trajectory] = None
+        self.finished |= {told.trajectory for told in news.finished}
+        assert not news.failed
+
+
+def undisturbed(folder: Path, count: int) -> dict[str, list[int]]:
+    desk, alone = Desk(count), worker(folder)
+    alone.obey(Submit((1, 1, 1), [desk.job(name) for name in desk.tokens]))
+    desk.where = dict.fromkeys(desk.tokens, 0)
+    while alone.engine.busy:
+        alone.step()
+    desk.news(0, alone, everything=True)
+    return desk.tokens
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_moved_trajectories_draw_what_they_would_have_drawn_undisturbed(folder: Path, data: st.DataObject) -> None:
+    count = 4
+    desk = Desk(count)
+    workers = [worker(folder), worker(folder)]
+    number = [0, 0]
+
+    def fence(at: int) -> tuple[int, int, int]:
+        number[at] += 1
+        return (1, 1, number[at])
+
+    for _ in range(data.draw(st.integers(1, 60))):
+        at = data.draw(st.integers(0, 1))
+        here = [name for name, where in desk.where.items() if where == at]
+        match data.draw(st.sampled_from(["step", "step", "step", "submit", "interrupt", "abort", "pull", "news"])):
+            case "step":
+                workers[at].step() if workers[at].engine.busy else None
+            case "submit":
+                waiting = [name for name, where in desk.where.items() if where is None and name not in desk.finished]
+                if waiting:
+                    workers[at].obey(Submit(fence(at), [desk.job(waiting[0])]))
+                    desk.where[waiting[0]] = at
+            case "interrupt":
+                workers[at].obey(Interrupt(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
+            case "abort":  # what was not told is lost, as when an instance dies
+                desk.news(at, workers[at], everything=data.draw(st.booleans()))
+                here = [name for name in here if desk.where[name] == at]
+                workers[at].obey(Abort(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
+                for name in here[:1]:
+                    desk.where[name] = None
+            case "pull":
+                newest = max(each.engine.snapshot().version for each in workers)
+                if not here or workers[at].engine.snapshot().version < newest:
+                    workers[at].obey(Pull(fence(at), newest + 1))
+            case "news":
+                desk.news(at, workers[at], everything=data.draw(st.booleans()))
+    expected = undisturbed(folder, count)
+    for name, tokens in desk.tokens.items():
+        assert tokens == expected[name][: len(tokens)]
+        if name in desk.finished:
+            assert tokens == expected[name]
+
+
+def test_commands_of_an_earlier_control_plane_are_ignored(folder: Path) -> None:
+    desk, alone = Desk(1), worker(folder)
+    alone.obey(Pull((2, 1, 1), 3))
+    alone.obey(Submit((1, 1, 7), [desk.job("t0")]))
+    assert not alone.engine.busy
+
+
+def test_tokens_of_the_old_version_are_told_with_the_pull(folder: Path) -> None:
+    desk, alone = Desk(1), worker(folder)
+    alone.obey(Submit((1, 1, 1), [desk.job("t0")]))
+    alone.step()
+    alone.step()
+    alone.obey(Pull((1, 1, 2), 1))
+    news = alone.news(everything=False)
+    assert news is not None
+    assert news.pulled == 1
+    assert [version for told in news.progress for version, _ in told.spans] == [0]
+
+
+def test_another_seed_draws_other_tokens(folder: Path) -> None:
+    first, second = (undisturbed_with(folder, seed) for seed in (0, 1))
+    assert first != second
+
+
+def undisturbed_with(folder: Path, seed: int) -> dict[str, list[int]]:
+    desk, alone = Desk(2), worker(folder, seed)
+    alone.obey(Submit((1, 1, 1), [desk.job(name) for name in desk.tokens]))
+    desk.where = dict.fromkeys(desk.tokens, 0)
+    while alone.engine.busy:
+        alone.step()
+    desk.news(0, alone, everything=True)
+    return desk.tokens
+
+
+def test_a_request_that_the_engine_refuses_is_told_as_failed(folder: Path) -> None:
+    alone = worker(folder)
+    alone.obey(Submit((1, 1, 1), [Job("t0", 1, "t0", np.array([9999], TOKEN).tobytes(), b"", b"", ())]))
+    alone.step()
+    news = alone.news(everything=False)
+    assert news is not None
+    assert [name for name, _, _ in news.failed] == ["t0"]
+
+
+def test_what_was_interrupted_and_then_dropped_is_not_told_of(folder: Path) -> None:
+    """The engine still returns it with its next step; by then it may even be here again, in another epoch."""
+    desk, alone = Desk(1), worker(folder)
+    alone.obey(Submit((1, 1, 1), [desk.job("t0")]))
+    alone.step()
+    alone.obey(Interrupt((1, 1, 2), [("t0", 1)]))
+    alone.obey(Abort((1, 1, 3), [("t0", 1)]))
+    alone.obey(Submit((1, 1, 4), [desk.job("t0")]))
+    alone.step()
+    news = alone.news(everything=False)
+    assert news is None or not news.returned
+
+
+def test_a_trajectory_that_ends_right_after_a_pull_is_told_of_once(folder: Path) -> None:
+    """Its tokens before the pull were told in the same message as its end, and one of the two was taken for a lie."""
+    desk, alone = Desk(1), worker(folder)
+    alone.obey(Submit((1, 1, 1), [desk.job("t0")]))
+    desk.where["t0"] = 0
+    alone.step()
+    alone.obey(Pull((1, 1, 2), 1))
+    while alone.engine.busy:
+        alone.step()
+    desk.news(0, alone, everything=True)
+    assert desk.finished == {"t0"}
+    assert desk.tokens == undisturbed(folder, 1)
+
+
+def test_every_step_is_measured_once_and_so_is_what_was_prefilled(folder: Path) -> None:
+    desk, each = Desk(3), worker(folder)
+    each.obey(Submit((1, 0, 1), [desk.job(name) for name in desk.tokens]))
+    steps = 0
+    for _ in range(4):
+        each.step()
+        steps += 1
+    each.obey(Pull((1, 0, 2), 1))
+    cells, pulls, told = [], 0, 0
+    while each.engine.busy:
+        each.step()
+        steps += 1
+        if (news := each.news(everything=False)) is not None:
+            cells += news.costs.cells
+            pulls += news.costs.pulls
+            told += news.costs.told
+            desk.finished |= {finished.trajectory for finished in news.finished}
+    assert sum(cell.count for cell in cells) == steps
+    assert sum(cell.running for cell in cells) == each.news(everything=True).load.generated  # type: ignore[union-attr]
+    before = 3 * 3 + 3 * (3 + 4)  # prompts at first; with what was made until then after the pull
+    assert sum(cell.prefilled for cell in cells) == before
+    assert all(cell.mixed or not cell.prefilled for cell in cells)
+    assert pulls == 1
+    assert told == len(desk.finished) == 3

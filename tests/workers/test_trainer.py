@@ -1,0 +1,190 @@
+"""The trainer as a process: what is fed in many messages is one step, and versions are out before anything else."""
+
+import copy
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from staleflow.runtime.local.link import SocketLink, pack
+from staleflow.servers.weights import PRIVATE
+from staleflow.training.checkpoints import load
+from staleflow.training.trainer import Group, StalenessError, Trainer, TrainerOptions
+from staleflow.types import (
+    Broken,
+    Feed,
+    Finish,
+    FromProcess,
+    Pushed,
+    Reset,
+    Save,
+    Saved,
+    Stop,
+    ToProcess,
+    Trained,
+    TrainGroup,
+    TrainRow,
+)
+from staleflow.workers.trainer import TrainerWorker, rows, serve
+from tests.training.test_trainer import base, groups_of
+
+__all__ = ["base"]
+
+OPTIONS = TrainerOptions(1, learning_rate=1e-2)
+
+
+class Desk:
+    """A worker, and everything that comes out of it in order."""
+
+    def __init__(self, base: Any, **options: Any) -> None:
+        self.out: list[Any] = []
+        self.versions: dict[int, dict[str, torch.Tensor]] = {}
+        self.trainer = Trainer(copy.deepcopy(base), OPTIONS)
+        self.worker = TrainerWorker(self.trainer, self, self.out.append, **options)
+
+    def push(self, version: int, tensors: Any) -> Any:
+        assert version > self.newest()
+        self.versions[version] = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.out.append(("push", version))
+
+    def newest(self) -> int:
+        return max(self.versions, default=-1)
+
+    def pull(self, into: Any, at_least: int) -> int:  # noqa: ARG002
+        raise AssertionError("a trainer pushes and never pulls")
+
+    def close(self) -> None: ...
+
+
+def sent(group: Group) -> TrainGroup:
+    members = [
+        TrainRow(row.name, row.tokens.tobytes(), row.logprobs.tobytes(), tuple(row.spans), row.reward) for row in group
+    ]
+    return TrainGroup(group[0].prompt.tobytes(), members)
+
+
+def step(number: int = 0, count: int = 4, version: int | None = None) -> list[TrainGroup]:
+    found = groups_of(count, 3, seed=number, version=number if version is None else version)
+    return [sent([row._replace(prompt=group[0].prompt) for row in group]) for group in found]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_feeds_that_gathered_make_the_update_of_one_feed_and_of_many(base: Any) -> None:
+    together, gathered, apart = Desk(base), Desk(base), Desk(base)
+    groups = step()
+    together.worker.handle([Feed(0, groups), Finish(0)])
+    gathered.worker.handle([*(Feed(0, [group]) for group in groups), Finish(0)])
+    assert same(together.versions[1], gathered.versions[1])
+    for group in groups:
+        apart.worker.handle([Feed(0, [group])])
+    apart.worker.handle([Finish(0)])
+    assert all(
+        torch.allclose(apart.versions[1][name].double(), tensor.double(), atol=1e-9)
+        for name, tensor in together.versions[1].items()
+    )
+
+
+def test_what_is_packed_together_is_computed_at_once(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fed: list[int] = []
+    desk = Desk(base)
+    feed = desk.trainer.feed
+    monkeypatch.setattr(desk.trainer, "feed", lambda step, groups: (fed.append(len(groups)), feed(step, groups)))
+    groups = step()
+    desk.worker.handle([Feed(0, groups[:1]), Feed(0, groups[1:3])])
+    desk.worker.handle([Feed(0, groups[3:]), Finish(0)])
+    assert fed == [3, 1]
+
+
+def test_groups_of_the_next_step_behind_a_finish_are_not_mixed_into_this_one(base: Any) -> None:
+    one, two = Desk(base), Desk(base)
+    one.worker.handle([Feed(0, step(0)), Finish(0), Feed(1, step(1)), Finish(1), Stop()])
+    for number in range(2):
+        two.worker.handle([Feed(number, step(number))])
+        two.worker.handle([Finish(number)])
+    assert same(one.versions[2], two.versions[2])
+
+
+def test_a_version_is_out_before_anything_is_said_of_it_and_its_facts_come_before_the_word(base: Any) -> None:
+    desk = Desk(base)
+    desk.worker.publish()
+    assert desk.worker.handle([Feed(0, step()), Finish(0)])
+    began, pushed, trained, said = desk.out
+    assert (began, pushed, said) == (("push", 0), ("push", 1), Pushed(1))
+    assert isinstance(trained, Trained)
+    wanted = {"reward", "shaped_reward", "updates", "groups_without_signal", "tokens_without_signal", "clip_fraction"}
+    assert wanted <= trained.facts.keys()
+    assert (trained.facts["groups"], trained.facts["updates"]) == (4, 1)
+    assert sum(trained.token_staleness.values()) == trained.facts["tokens"]
+    assert all(isinstance(value, int | float) for value in trained.facts.values())
+
+
+def test_what_another_trainer_published_is_not_published_again(base: Any) -> None:
+    desk = Desk(base)
+    desk.versions[0] = {}
+    desk.worker.publish()
+    assert desk.out == []
+
+
+def test_every_version_has_the_same_tensors_and_without_standby_only_the_weights(base: Any) -> None:
+    for with_it in (True, False):
+        desk = Desk(base, standby=with_it)
+        desk.worker.publish()
+        desk.worker.handle([Feed(0, step()), Finish(0)])
+        assert desk.versions[0].keys() == desk.versions[1].keys()
+        assert any(name.startswith(PRIVATE) for name in desk.versions[0]) == with_it
+        assert {name for name in desk.versions[0] if not name.startswith(PRIVATE)} == desk.trainer.weights().keys()
+
+
+def test_reset_forgets_what_was_fed(base: Any) -> None:
+    interrupted, straight = Desk(base), Desk(base)
+    interrupted.worker.handle([Feed(0, step(7, version=0)), Reset(), Feed(0, step()), Finish(0)])
+    straight.worker.handle([Feed(0, step()), Finish(0)])
+    assert same(interrupted.versions[1], straight.versions[1])
+    assert interrupted.out[-2].facts == straight.out[-2].facts
+
+
+def test_a_checkpoint_of_the_version_asked_for_is_written_once_and_can_be_loaded(base: Any, tmp_path: Path) -> None:
+    desk = Desk(base)
+    folder = tmp_path / "checkpoints" / "a"
+    save = Save(str(folder), {"control.bin": b"1"})
+    desk.worker.handle([Feed(0, step(0)), Finish(0), save, Feed(1, step(1)), Finish(1), save])
+    assert [each for each in desk.out if isinstance(each, Saved)] == [Saved(str(folder), 1), Saved(str(folder), 2)]
+    assert (folder / "control.bin").read_bytes() == b"1"
+    other = Desk(base)
+    assert load(other.trainer, folder) == 1
+    other.worker.handle([Feed(1, step(1)), Finish(1)])
+    assert same(other.versions[2], desk.versions[2])
+
+
+def test_a_trajectory_beyond_the_bound_breaks_the_run_by_name_and_changes_nothing(base: Any) -> None:
+    ours, theirs = socket.socketpair()
+    desk = Desk(base)
+    link = SocketLink(theirs, ToProcess)
+    desk.worker._send = link.send
+    ours.sendall(b"".join(pack(each) for each in (Feed(0, step(0)), Finish(0), Feed(1, step(1)), Finish(1))))
+    ours.sendall(b"".join(pack(each) for each in (Feed(2, step(2, version=0)), Finish(2), Stop())))
+    with pytest.raises(StalenessError):
+        serve(desk.worker, link)
+    theirs.close()
+    heard = []
+    with ours:
+        end = SocketLink(ours, FromProcess)
+        while not heard or not isinstance(heard[-1], Broken):
+            heard += end.receive(10)
+    assert "trajectory p0/0 has" in heard[-1].why
+    assert "of version 0, 2 steps old at step 2; the bound is 1" in heard[-1].why
+    assert (desk.trainer.version, desk.newest()) == (2, 2)
+
+
+def test_rows_arrive_as_they_were_sent() -> None:
+    (group,) = groups_of(1, 3)
+    group = [row._replace(prompt=group[0].prompt) for row in group]
+    for row, again in zip(group, rows(sent(group)), strict=True):
+        assert (row.name, row.spans, row.reward) == (again.name, again.spans, again.reward)
+        for one, other in zip(row[1:4], again[1:4], strict=True):
+            assert (one.dtype, one.tolist()) == (other.dtype, other.tolist())
