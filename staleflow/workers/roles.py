@@ -46,7 +46,7 @@ def registry(setup: Setup) -> Path:
     return RunDirectory(Path(setup.run)).weights
 
 
-def _instance(setup: Setup, link: SocketLink) -> Any:
+def _instance(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
     from staleflow.rollout.builtin import TorchEngine
     from staleflow.tasks.opening import stop_tokens
@@ -60,7 +60,7 @@ def _instance(setup: Setup, link: SocketLink) -> Any:
     return lambda: serve(worker, link)
 
 
-def _trainer(setup: Setup, link: SocketLink) -> Any:
+def _trainer(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
     from staleflow.training.build import build
     from staleflow.training.checkpoints import load as load_checkpoint
@@ -104,7 +104,7 @@ def _store(setup: Setup) -> LocalParameterServer:
     return LocalParameterServer.create(setup.store, registry=registry(setup))
 
 
-def _evaluator(setup: Setup, link: SocketLink) -> Any:
+def _evaluator(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
     from staleflow.reward.function import load_reward
     from staleflow.rollout.builtin import TorchEngine
