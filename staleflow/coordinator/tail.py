@@ -5,10 +5,10 @@ Acts only when the open step waits for at most ``tail_groups`` groups, and has w
 
 ``wait``     does nothing: every trajectory ends by itself;
 ``replace``  gives the groups up, so that others take their places and their prompts are drawn again, each once:
-             a prompt that is always slow would otherwise be generated for ever;
+             a prompt that is always slow would otherwise be generated again and again;
 ``truncate`` ends their unfinished trajectories where they are and scores them.
 
-Age alone is no reason to give anything up: a group that the step does not wait for is never touched.
+Age alone is not a reason to give anything up: a group that the step does not wait for is never touched.
 """
 
 from __future__ import annotations
