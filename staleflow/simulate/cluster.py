@@ -84,6 +84,8 @@ class Cluster:
         self._killed = asyncio.Event()
         self._down_s = 0.0
         self._undelivered: list[Report] = []
+        self.late_word_s = 0.0
+        """How long the trainer's word of a new version takes, while instances can see the version already."""
         self.lies: dict[str, int] = {}
         """How many of the next reports of an instance cannot be true."""
         self._targets: dict[str, int] = {}
@@ -241,7 +243,14 @@ class Cluster:
         if self.setting.strategies.migration == "gain":  # somebody will ask how large everything is
             for rollout in self.rollouts:
                 rollout.stream()
-        self.control.on_pushed(version)
+        if self.late_word_s:
+            self.loop.call_later(self.late_word_s, self._hear_pushed, version)
+        else:
+            self.control.on_pushed(version)
+
+    def _hear_pushed(self, version: int) -> None:
+        if not self.down:
+            self.control.on_pushed(version)
 
     # What they ask
 

@@ -277,6 +277,8 @@ class LocalRun:
         self.control.on_scored(name, reward)
 
     def _on_score_failed(self, name: str, why: str) -> None:
+        if self.control.over:
+            return
         self._failures += 1
         self.notes = (f"reward of {name} failed: {why}",)
         if self._failures >= MOST_FAILURES:
