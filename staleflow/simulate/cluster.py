@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable
-from typing import Any
 
-from staleflow.coordinator.decide import Decision
+from staleflow.coordinator.decide import Decision, plain
 from staleflow.coordinator.situation import Route
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.filters import no_signal
@@ -296,14 +295,5 @@ class Cluster:
 
     def _decided(self, now: float, decision: Decision) -> None:
         if decision.commands:
-            self.journal.append((DECISION, now, encode(decision)))
-
-
-def encode(decision: Decision) -> tuple[Any, ...]:
-    """A decision as plain values: its inputs, and every command but routes, which are events of their own."""
-    commands = tuple(
-        (type(command).__name__, *(getattr(command, name) for name in type(command).__slots__))
-        for command in decision.commands
-        if not isinstance(command, Route)
-    )
-    return tuple(sorted((key, str(value)) for key, value in decision.inputs.items())), commands
+            commands = plain(each for each in decision.commands if not isinstance(each, Route))  # routes are events
+            self.journal.append((DECISION, now, decision.inputs, commands))

@@ -27,6 +27,7 @@ from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.reward.pool import Settings as RewardSettings
 from staleflow.run.costs import RunCosts, TimedRewards, TimedTrainer
+from staleflow.run.decisions import DecisionLog
 from staleflow.run.directory import RunDirectory
 from staleflow.run.parts import sizes
 from staleflow.run.record import Record
@@ -87,6 +88,7 @@ class LocalRun:
         self._cost = cost
         self._checkpoint = checkpoint
         self._metrics = MetricsLog(directory.metrics)
+        self._decisions = DecisionLog(directory.decisions, on_trouble=lambda why: setattr(self, "notes", (why,)))
         self._training = False
         self._began = self._cpu_began = 0.0
         self._before_s = 0.0
@@ -184,6 +186,7 @@ class LocalRun:
         )
         trainer = TimedTrainer(self._trainer, self.outbox, self.costs.finish)
         control = ControlPlane(settings, self.server, trainer, rewards, self.task.prompts, term=self._life)
+        control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
         if config.filter == "no-signal":
             control.filter = no_signal
         return control
@@ -434,6 +437,7 @@ class LocalRun:
         self.journal.on_durable = lambda: None
         await asyncio.to_thread(self.journal.close)
         self._metrics.close()
+        self._decisions.flush()
 
 
 def differ(group: Group) -> bool:

@@ -14,6 +14,7 @@ from staleflow.commands.options import read_profile
 from staleflow.commands.train import guess
 from staleflow.config import Config, load
 from staleflow.observe.metrics import read_metrics
+from staleflow.run.decisions import read_decisions
 from staleflow.run.directory import RunDirectory
 from staleflow.run.state import newest
 from staleflow.runtime.local.run import LocalRun, RunError
@@ -202,6 +203,20 @@ def test_a_trainer_that_is_killed_loses_no_step_and_repeats_none(model: Path, tm
     assert len(told) >= 6, "what was not told before the death is not told twice"
     assert [told[step] for step in sorted(told)] == pytest.approx([losses[step] for step in sorted(told)], abs=1e-6)
     assert summary["groups_committed"] == 8 * GROUPS
+
+
+def test_the_decisions_of_a_run_can_be_read_back_with_inputs_and_commands(model: Path, tmp_path: Path) -> None:
+    summary, directory = run_once(configured(model, tmp_path, "steps=3", "staleness=1"), model)
+    decisions = list(read_decisions(directory.decisions))
+    routed = [command[1] for each in decisions for command in each.commands if command[0] == "Route"]
+    journal = DurableJournal(directory.journal(1), threaded=False)
+    assert routed == [event[1] for event in journal.events() if event[0] == "route"]
+    journal.close()
+    for each in decisions:
+        assert 0 <= each.time <= summary["wall_s"]
+        assert each.inputs["routing"]["routes"] == sum(command[0] == "Route" for command in each.commands)
+    assert [each.time for each in decisions] == sorted(each.time for each in decisions)
+    assert {each.inputs["newest"] for each in decisions} == {0, 1, 2}
 
 
 def test_a_run_leaves_what_its_steps_cost_for_the_planner(model: Path, tmp_path: Path) -> None:
