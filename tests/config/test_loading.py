@@ -2,7 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from staleflow.config import PRESETS, Config, ConfigError, differences, load, to_yaml
 from staleflow.config.rules import value_of
@@ -11,6 +11,8 @@ from tests.config.settings import as_override, some_settings
 
 
 @given(some_settings())
+@example({"data.answer": "\x85"})
+@example({"data.arguments": {"a\u2028b": "\x85c\u2029"}})
 @settings(max_examples=100, deadline=None)
 def test_what_is_written_is_read_back_equal(tmp_path_factory: pytest.TempPathFactory, given: dict[str, Any]) -> None:
     config = load(None, [as_override(*each) for each in given.items()])
