@@ -23,7 +23,6 @@ def test_what_is_written_is_read_back_equal(tmp_path_factory: pytest.TempPathFac
     path.write_text(to_yaml(config), encoding="utf-8")
     again = load(str(path), [])
     assert again == config
-    assert again.fingerprint() == config.fingerprint()
     assert differences(config, again) == []
 
 
@@ -146,7 +145,6 @@ def test_the_cache_follows_the_platform(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_a_resume_may_change_what_does_not_change_the_training(override: str, resumable: bool) -> None:
     before, after = load(None, []), load(None, [override])
-    assert (before.fingerprint() == after.fingerprint()) == resumable
     assert differences(before, after) == ([] if resumable else [override.partition("=")[0]])
 
 

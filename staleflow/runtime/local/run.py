@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.config import Config
+from staleflow.config.machine import free_memory
+from staleflow.config.memory import trajectory_bytes
 from staleflow.config.schema import ADDER
 from staleflow.coordinator.cost import CostModel
 from staleflow.observe.metrics import MetricsLog
@@ -31,7 +33,7 @@ from staleflow.run.decisions import DecisionLog
 from staleflow.run.directory import RunDirectory
 from staleflow.run.parts import sizes
 from staleflow.run.record import Record
-from staleflow.run.state import STATE, pack_state, unpack_state
+from staleflow.run.state import STATE, Origin, pack_state, unpack_state
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.filters import no_signal
 from staleflow.runtime.local.crew import Crew, RunError
@@ -147,7 +149,8 @@ class LocalRun:
         config = self.config
         self._life = self.directory.lives + 1
         self.journal = DurableJournal(self.directory.journal(self._life), lazy_s=LAZY_S)
-        limits = Limits(config.rollout.max_tokens, self.task.max_prompt_tokens, self.task.vocab_size)
+        memory = trajectory_bytes(config, free_memory())
+        limits = Limits(config.rollout.max_tokens, self.task.max_prompt_tokens, self.task.vocab_size, memory)
         ledger = StalenessLedger(config.groups, config.staleness, config.redundancy)
         self.payloads = Payloads(limits)
         self.server = TrajectoryServer(ledger, config.group_size, config.extra_members, self.journal, self.payloads)
@@ -409,7 +412,9 @@ class LocalRun:
 
     def _save(self, version: int) -> asyncio.Event:
         """The trainer gets this before any word of the next step's end, so it is at this version then."""
-        folder, state, done = self.directory.checkpoint(version), pack_state(self.server, self.record), asyncio.Event()
+        origin = Origin.of(self.config, self.task.fingerprint)
+        folder, state = self.directory.checkpoint(version), pack_state(self.server, self.record, origin)
+        done = asyncio.Event()
         self._saving[folder] = (version, state, done)
         self.outbox.send(self._trainer.save, folder, {STATE: state})
         return done
