@@ -18,7 +18,7 @@ from staleflow.config import Config, ConfigError, check, differences, estimate, 
 from staleflow.coordinator.cost import CostModel
 from staleflow.reward.function import BAD_REWARD
 from staleflow.run.directory import RunDirectory
-from staleflow.run.state import newest
+from staleflow.run.state import Origin, newest, refuse_others
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells expect it."""
@@ -66,7 +66,6 @@ def _run(options: argparse.Namespace) -> int:
         checkpoint = newest(directory.checkpoints)
         if checkpoint is None:
             raise ConfigError(f"{directory.path} has no checkpoint to go on from: start a new run")
-        directory.config_file.write_text(to_yaml(config))
     summary = train(config, directory, checkpoint, name=source or "laptop", plain=options.plain, quiet=options.json)
     if options.json:
         print(json.dumps(summary))
@@ -86,7 +85,11 @@ def train(
     asyncio.run(try_reward(config))
     model = model_folder(config, lambda step, loss: _warming(step, loss, out))
     task = open_task(config, model)
-    directory = directory or RunDirectory.create(config, Path(name).stem)
+    if directory is None:
+        directory = RunDirectory.create(config, Path(name).stem)
+    elif checkpoint is not None:
+        refuse_others(checkpoint, Origin.of(config, task.fingerprint))
+        directory.config_file.write_text(to_yaml(config))
     print(f"run {directory.path}", file=out, flush=True)
     view = TerminalView(out, plain=plain)
 

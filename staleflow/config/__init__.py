@@ -10,7 +10,7 @@ from staleflow.config.loading import load, to_yaml
 from staleflow.config.machine import Machine, this_machine
 from staleflow.config.memory import Plan, estimate
 from staleflow.config.presets import PRESETS
-from staleflow.config.resuming import differences, fingerprint
+from staleflow.config.resuming import differences
 from staleflow.config.schema import (
     Checkpoints,
     Config,
@@ -41,7 +41,6 @@ __all__ = [
     "check",
     "differences",
     "estimate",
-    "fingerprint",
     "load",
     "this_machine",
     "to_yaml",

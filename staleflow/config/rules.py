@@ -34,6 +34,7 @@ AT_MOST: dict[str, float] = {
 ABOVE_ZERO = (
     *("reward.timeout_s", "rollout.top_p", "training.learning_rate", "training.value_learning_rate"),
     *("training.clip_norm", "training.importance_cap", "training.lora_alpha", "stop_at"),
+    "processes.trajectory_gib",
 )
 LARGEST = 2**53
 """Whole numbers above it do not survive every format they pass through."""

@@ -177,6 +177,9 @@ class Processes:
     """Of each compute process; null: chosen by the number of cores."""
     pin: bool = True
     """Keep each process on cores of its own where there are enough."""
+    trajectory_gib: float | None = None
+    """Memory for prompts and responses in the trajectory server; where it is full, the next prompt waits. null: a
+    quarter of what is free."""
     standby: bool = True
     """Publish the optimiser's state with each version, in shared memory, so that a trainer that dies is replaced and
     nothing is lost. Without, its death ends the run, which then goes on from its newest checkpoint."""
@@ -225,9 +228,3 @@ class Config:
     def longest_prompt(self) -> int:
         """Tokens that a prompt may have."""
         return 4 if self.data.source == ADDER else self.data.max_prompt_tokens
-
-    def fingerprint(self) -> str:
-        """Equal for two configurations of which one can resume the other's run."""
-        from staleflow.config.resuming import fingerprint
-
-        return fingerprint(self)

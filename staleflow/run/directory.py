@@ -7,6 +7,7 @@
         config.yaml     everything that was asked for
         events.db       the journal of the present life of the run
         metrics.jsonl   one line per step
+        decisions.jsonl what the coordinator decided and on what; the latest of it, and decisions.1.jsonl before that
         summary.json    the result
         profile.json    what engine steps took
         logs/           one file per process
@@ -36,6 +37,7 @@ class RunDirectory:
         self.summary = path / "summary.json"
         self.profile = path / "profile.json"
         self.metrics = path / "metrics.jsonl"
+        self.decisions = path / "decisions.jsonl"
         self.config_file = path / "config.yaml"
 
     @classmethod

@@ -20,6 +20,12 @@ def test_no_fault_breaks_a_promise(first: int) -> None:
     assert not failed, "rerun with python -m tests.simulate.scenarios SEED"
 
 
+@pytest.mark.parametrize("first", range(3000, 3200, CHUNK))
+def test_a_version_that_is_seen_before_the_trainers_word_of_it_ends_no_run(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        run(seed, names=("late_word", "late_word", "crash", "late_join", "kill_trainer_after_push", "kill_control"))
+
+
 @pytest.mark.parametrize("seed", [3, 9, 139, 400, 777])
 def test_the_same_seed_gives_the_same_run_to_the_last_event(seed: int) -> None:
     assert run(seed).journal.digest() == run(seed).journal.digest()

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.config import Config
+from staleflow.config.machine import free_memory
+from staleflow.config.memory import trajectory_bytes
 from staleflow.config.schema import ADDER
 from staleflow.coordinator.cost import CostModel
 from staleflow.observe.metrics import MetricsLog
@@ -27,10 +29,11 @@ from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.reward.pool import Settings as RewardSettings
 from staleflow.run.costs import RunCosts, TimedRewards, TimedTrainer
+from staleflow.run.decisions import DecisionLog
 from staleflow.run.directory import RunDirectory
 from staleflow.run.parts import sizes
 from staleflow.run.record import Record
-from staleflow.run.state import STATE, pack_state, unpack_state
+from staleflow.run.state import STATE, Origin, pack_state, unpack_state
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.filters import no_signal
 from staleflow.runtime.local.crew import Crew, RunError
@@ -87,6 +90,7 @@ class LocalRun:
         self._cost = cost
         self._checkpoint = checkpoint
         self._metrics = MetricsLog(directory.metrics)
+        self._decisions = DecisionLog(directory.decisions, on_trouble=lambda why: setattr(self, "notes", (why,)))
         self._training = False
         self._began = self._cpu_began = 0.0
         self._before_s = 0.0
@@ -145,7 +149,8 @@ class LocalRun:
         config = self.config
         self._life = self.directory.lives + 1
         self.journal = DurableJournal(self.directory.journal(self._life), lazy_s=LAZY_S)
-        limits = Limits(config.rollout.max_tokens, self.task.max_prompt_tokens, self.task.vocab_size)
+        memory = trajectory_bytes(config, free_memory())
+        limits = Limits(config.rollout.max_tokens, self.task.max_prompt_tokens, self.task.vocab_size, memory)
         ledger = StalenessLedger(config.groups, config.staleness, config.redundancy)
         self.payloads = Payloads(limits)
         self.server = TrajectoryServer(ledger, config.group_size, config.extra_members, self.journal, self.payloads)
@@ -184,6 +189,7 @@ class LocalRun:
         )
         trainer = TimedTrainer(self._trainer, self.outbox, self.costs.finish)
         control = ControlPlane(settings, self.server, trainer, rewards, self.task.prompts, term=self._life)
+        control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
         if config.filter == "no-signal":
             control.filter = no_signal
         return control
@@ -277,6 +283,8 @@ class LocalRun:
         self.control.on_scored(name, reward)
 
     def _on_score_failed(self, name: str, why: str) -> None:
+        if self.control.over:
+            return
         self._failures += 1
         self.notes = (f"reward of {name} failed: {why}",)
         if self._failures >= MOST_FAILURES:
@@ -404,7 +412,9 @@ class LocalRun:
 
     def _save(self, version: int) -> asyncio.Event:
         """The trainer gets this before any word of the next step's end, so it is at this version then."""
-        folder, state, done = self.directory.checkpoint(version), pack_state(self.server, self.record), asyncio.Event()
+        origin = Origin.of(self.config, self.task.fingerprint)
+        folder, state = self.directory.checkpoint(version), pack_state(self.server, self.record, origin)
+        done = asyncio.Event()
         self._saving[folder] = (version, state, done)
         self.outbox.send(self._trainer.save, folder, {STATE: state})
         return done
@@ -432,6 +442,7 @@ class LocalRun:
         self.journal.on_durable = lambda: None
         await asyncio.to_thread(self.journal.close)
         self._metrics.close()
+        self._decisions.flush()
 
 
 def differ(group: Group) -> bool:

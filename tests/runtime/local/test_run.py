@@ -12,12 +12,14 @@ import pytest
 
 from staleflow.commands.options import read_profile
 from staleflow.commands.train import guess
-from staleflow.config import Config, load
+from staleflow.config import Config, ConfigError, load
 from staleflow.observe.metrics import read_metrics
+from staleflow.run.decisions import read_decisions
 from staleflow.run.directory import RunDirectory
-from staleflow.run.state import newest
+from staleflow.run.state import Origin, newest, refuse_others
 from staleflow.runtime.local.run import LocalRun, RunError
 from staleflow.servers.durable import DurableJournal
+from staleflow.servers.payloads import Limits
 from staleflow.simulate.presets import preset
 from staleflow.study.measured import read_run
 from staleflow.tasks import adder
@@ -27,6 +29,7 @@ from tests.runtime.local.rewards import evenness
 from tests.runtime.local.synchronous import Plain, train
 
 GROUPS, MEMBERS, MOST, RATE, WARMUP = 4, 4, 16, 3e-3, 3
+Finished = tuple[dict[str, Any], RunDirectory, list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -163,11 +166,33 @@ def test_a_reward_that_always_fails_ends_the_run_with_one_line(model: Path, tmp_
         run_once(config, model)
 
 
-def test_checkpoints_load_in_transformers_and_summaries_have_their_keys(model: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run with memory for the trajectories of one step: its summary, its directory, and bytes claimed over time."""
+    memory = GROUPS * Limits(MOST, 4, 0).group_bytes(MEMBERS)
+    changes = ["steps=4", "staleness=1", "checkpoints.every=1", "checkpoints.keep=2"]
+    config = configured(model, tmp_path_factory.mktemp("runs"), *changes, f"processes.trajectory_gib={memory / 2**30}")
+    claimed: list[int] = []
+
+    def watch(run: LocalRun) -> None:
+        assert run.payloads.limits.memory == memory
+        claimed.append(run.payloads.claimed)
+
+    summary, directory = run_once(config, model, watch=watch)
+    assert max(claimed) <= memory
+    return summary, directory, claimed
+
+
+def test_a_run_with_memory_for_one_step_makes_them_all(finished: Finished) -> None:
+    summary, _, claimed = finished
+    assert summary["steps"] == 4
+    assert max(claimed) > 0
+
+
+def test_checkpoints_load_in_transformers_and_summaries_have_their_keys(finished: Finished) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = configured(model, tmp_path, "steps=4", "staleness=1", "checkpoints.every=1", "checkpoints.keep=2")
-    summary, directory = run_once(config, model)
+    summary, directory, _ = finished
     found = sorted(each.name for each in directory.checkpoints.iterdir())
     assert found == ["step-000003", "step-000004"]
     AutoModelForCausalLM.from_pretrained(directory.checkpoints / "step-000004")
@@ -202,6 +227,34 @@ def test_a_trainer_that_is_killed_loses_no_step_and_repeats_none(model: Path, tm
     assert len(told) >= 6, "what was not told before the death is not told twice"
     assert [told[step] for step in sorted(told)] == pytest.approx([losses[step] for step in sorted(told)], abs=1e-6)
     assert summary["groups_committed"] == 8 * GROUPS
+
+
+@pytest.mark.parametrize("change", ["groups=8", "training.learning_rate=0.5", "data.shuffle=false"])
+def test_a_checkpoint_is_resumed_with_its_own_settings_and_data_only(finished: Finished, change: str) -> None:
+    _, directory, _ = finished
+    checkpoint, config = newest(directory.checkpoints), load(str(directory.config_file), [])
+    assert checkpoint is not None
+    data = open_task(config, Path(config.model)).fingerprint
+    refuse_others(checkpoint, Origin.of(config, data))
+    other = load(str(directory.config_file), ["steps=9", change])
+    with pytest.raises(ConfigError, match=rf"step-000004 was made with {change.partition('=')[0]}=\S+: write that"):
+        refuse_others(checkpoint, Origin.of(other, data))
+    with pytest.raises(ConfigError, match=r"the data is not what .*step-000004 was made with"):
+        refuse_others(checkpoint, Origin.of(config, "other"))
+
+
+def test_the_decisions_of_a_run_can_be_read_back_with_inputs_and_commands(finished: Finished) -> None:
+    summary, directory, _ = finished
+    decisions = list(read_decisions(directory.decisions))
+    routed = [command[1] for each in decisions for command in each.commands if command[0] == "Route"]
+    journal = DurableJournal(directory.journal(1), threaded=False)
+    assert routed == [event[1] for event in journal.events() if event[0] == "route"]
+    journal.close()
+    for each in decisions:
+        assert 0 <= each.time <= summary["wall_s"]
+        assert each.inputs["routing"]["routes"] == sum(command[0] == "Route" for command in each.commands)
+    assert [each.time for each in decisions] == sorted(each.time for each in decisions)
+    assert {each.inputs["newest"] for each in decisions} == {0, 1, 2, 3}
 
 
 def test_a_run_leaves_what_its_steps_cost_for_the_planner(model: Path, tmp_path: Path) -> None:
