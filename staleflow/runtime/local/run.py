@@ -26,8 +26,10 @@ from staleflow.observe.metrics import MetricsLog
 from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.reward.pool import Settings as RewardSettings
+from staleflow.run.checkpoints import checkpoints
 from staleflow.run.costs import RunCosts, TimedRewards, TimedTrainer
 from staleflow.run.directory import RunDirectory
+from staleflow.run.origin import ORIGIN, origin_of
 from staleflow.run.parts import sizes
 from staleflow.run.record import Record
 from staleflow.run.state import STATE, pack_state, unpack_state
@@ -86,6 +88,7 @@ class LocalRun:
         self._model = model
         self._cost = cost
         self._checkpoint = checkpoint
+        self._origin = origin_of(config, task.fingerprint, model)
         self._metrics = MetricsLog(directory.metrics)
         self._training = False
         self._began = self._cpu_began = 0.0
@@ -250,7 +253,7 @@ class LocalRun:
             self.control.on_trainer_back()
         for folder, (wanted, state, _) in self._saving.items():
             if wanted == version:
-                self._trainer.save(folder, {STATE: state})
+                self._trainer.save(folder, {STATE: state, ORIGIN: self._origin})
 
     def _from_evaluator(self, child: Child, message: Any) -> None:
         match message:
@@ -406,13 +409,13 @@ class LocalRun:
         """The trainer gets this before any word of the next step's end, so it is at this version then."""
         folder, state, done = self.directory.checkpoint(version), pack_state(self.server, self.record), asyncio.Event()
         self._saving[folder] = (version, state, done)
-        self.outbox.send(self._trainer.save, folder, {STATE: state})
+        self.outbox.send(self._trainer.save, folder, {STATE: state, ORIGIN: self._origin})
         return done
 
     def _prune(self) -> None:
         """Keep the latest checkpoints only. One is renamed first, so that a half deleted one has no name to go by."""
         if keep := self.config.checkpoints.keep:
-            for folder in sorted(self.directory.checkpoints.glob("step-*"))[:-keep]:
+            for folder in checkpoints(self.directory.checkpoints)[:-keep]:
                 gone = folder.rename(folder.with_name(f".removed-{folder.name}"))
                 shutil.rmtree(gone, ignore_errors=True)
 

@@ -14,8 +14,8 @@ from staleflow.commands.options import read_profile
 from staleflow.commands.train import guess
 from staleflow.config import Config, load
 from staleflow.observe.metrics import read_metrics
+from staleflow.run.checkpoints import newest
 from staleflow.run.directory import RunDirectory
-from staleflow.run.state import newest
 from staleflow.runtime.local.run import LocalRun, RunError
 from staleflow.servers.durable import DurableJournal
 from staleflow.simulate.presets import preset
