@@ -19,8 +19,10 @@ It belongs to its user alone (mode 0700): prompts, responses and what processes 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -38,7 +40,6 @@ class RunDirectory:
         self.path = path
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
-        self.weights = path / "weights"
         self.summary = path / "summary.json"
         self.profile = path / "profile.json"
         self.metrics = path / "metrics.jsonl"
@@ -72,6 +73,12 @@ class RunDirectory:
     def journal(self, life: int) -> Path:
         """Each life of a run has a journal of its own: it begins with the state that it resumes from."""
         return self.path / ("events.db" if life == 1 else f"events-{life}.db")
+
+    @property
+    def store(self) -> str:
+        """The name of its weights among those of all runs on the machine, while this process runs it."""
+        which = hashlib.blake2b(f"{self.path} {self.path.stat().st_ino}".encode(), digest_size=4).hexdigest()
+        return f"{re.sub(r'[^A-Za-z0-9_-]', '_', self.path.name)}-{which}-{os.getpid()}"
 
     @property
     def lives(self) -> int:

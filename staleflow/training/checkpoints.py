@@ -29,13 +29,12 @@ from transformers.utils import logging
 
 from staleflow.errors import StaleFlowError
 from staleflow.training.adapters import adapters
-from staleflow.training.checksums import OPTIMISER, SEALED, seal, sync
+from staleflow.training.checksums import OPTIMISER, REPLACED, SEALED, UNFINISHED, seal, sync
 from staleflow.training.checksums import TRAINER as STATE
 from staleflow.training.trainer import Trainer
 
 FORMAT = 1
 ADAPTERS, VALUES = "adapters.safetensors", "value_head.safetensors"
-UNFINISHED, REPLACED = ".unfinished-", ".replaced-"
 RNG, CUDA_RNG = "rng", "rng cuda"
 SAME_BASE = 1e-5
 """Merged weights of the same base differ by no more than this between machines, relative to the largest."""

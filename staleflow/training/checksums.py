@@ -15,6 +15,8 @@ from typing import Any
 
 CHECKSUMS = "checksums.json"
 TRAINER, OPTIMISER = "trainer.json", "optimiser.safetensors"
+UNFINISHED, REPLACED, REMOVED = ".unfinished-", ".replaced-", ".removed-"
+"""How the names of checkpoints begin that are being written, or that are on their way out."""
 SEALED = "sealed"
 """In ``trainer.json``: there is a ``checksums.json``."""
 PIECE = 1 << 22

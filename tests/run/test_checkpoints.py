@@ -26,13 +26,8 @@ from staleflow.training.checksums import CHECKSUMS
 from staleflow.training.options import TrainerOptions
 from staleflow.training.trainer import Trainer
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 8,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-}
+SIZES = ("vocab_size", "hidden_size", "intermediate_size")
+SHAPE: dict[str, Any] = {**dict.fromkeys(SIZES, 8), "num_hidden_layers": 1, "num_attention_heads": 1}
 
 
 def new_trainer() -> Trainer:

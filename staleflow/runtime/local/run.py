@@ -45,8 +45,9 @@ from staleflow.servers.durable import DurableJournal
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer
-from staleflow.servers.weights import reclaim
+from staleflow.servers.weights import claim
 from staleflow.tasks.opening import TaskSet
+from staleflow.training.checksums import REMOVED
 from staleflow.types import Evaluate, Evaluated, News, Pushed, Ready, Saved, Trained
 
 __all__ = ["LocalRun", "RunError"]
@@ -115,14 +116,15 @@ class LocalRun:
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
         places = placement(cores, config.rollout.instances, config.processes.threads, config.processes.pin)
         self.crew = Crew(self.directory, self._model, places, self._checkpoint)
-        self._open()
-        try:
-            await self.crew.within(self._start(), "start of all processes", START_S)
-            await self._evaluate()
-            await self._train()
-            await self._end()
-        finally:
-            await self._close()
+        with claim(self.directory.store):
+            self._open()
+            try:
+                await self.crew.within(self._start(), "start of all processes", START_S)
+                await self._evaluate()
+                await self._train()
+                await self._end()
+            finally:
+                await self._close()
         self._write_profile()
         return self.summary()
 
@@ -416,7 +418,7 @@ class LocalRun:
         """Keep the latest checkpoints only. One is renamed first, so that a half deleted one has no name to go by."""
         if keep := self.config.checkpoints.keep:
             for folder in checkpoints(self.directory.checkpoints)[:-keep]:
-                gone = folder.rename(folder.with_name(f".removed-{folder.name}"))
+                gone = folder.rename(folder.with_name(f"{REMOVED}{folder.name}"))
                 shutil.rmtree(gone, ignore_errors=True)
 
     async def _end(self) -> None:
@@ -431,7 +433,6 @@ class LocalRun:
         await self._pool.close()
         os.close(self._log)
         await self.crew.stop()
-        reclaim(self.directory.weights)  # shared memory of a trainer that was killed
         self.journal.on_durable = lambda: None
         await asyncio.to_thread(self.journal.close)
         self._metrics.close()
