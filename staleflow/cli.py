@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from staleflow import __version__
-from staleflow.commands import compare, plan, profile, simulate, train
+from staleflow.commands import clean, compare, plan, profile, simulate, train
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compare.add_parser(commands)
     plan.add_parser(commands)
     profile.add_parser(commands)
+    clean.add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
     if unknown := [each for each in rest if each.startswith("-") or "overrides" not in options]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; see staleflow {options.command} --help")

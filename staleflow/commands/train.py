@@ -11,14 +11,17 @@ import argparse
 import asyncio
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
-from staleflow.config import Config, ConfigError, check, differences, estimate, load, to_yaml
+from staleflow.config import Config, ConfigError, check, differences, estimate, load
 from staleflow.coordinator.cost import CostModel
+from staleflow.errors import StaleFlowError
 from staleflow.reward.function import BAD_REWARD
+from staleflow.run.checkpoints import Choice, newest
 from staleflow.run.directory import RunDirectory
-from staleflow.run.state import Origin, newest, refuse_others
+from staleflow.run.resuming import prepared, resumable
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells expect it."""
@@ -43,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("staleflow: stopped before training began, or by a second Ctrl-C", file=sys.stderr)
         return INTERRUPTED
-    except (ValueError, OSError) as error:  # what the user can put right; anything else is our mistake
+    except (StaleFlowError, ValueError, OSError) as error:  # what the user can put right; anything else is our mistake
         print(f"staleflow: error: {error}", file=sys.stderr)
         return 2
 
@@ -61,35 +64,44 @@ def _run(options: argparse.Namespace) -> int:
         return 2 if plan.problem else 0
     if plan.problem:
         raise ConfigError(plan.problem)
-    checkpoint = None
-    if directory is not None:
-        checkpoint = newest(directory.checkpoints)
-        if checkpoint is None:
-            raise ConfigError(f"{directory.path} has no checkpoint to go on from: start a new run")
-    summary = train(config, directory, checkpoint, name=source or "laptop", plain=options.plain, quiet=options.json)
+    with ExitStack() as held:
+        choice = None
+        if directory is not None:
+            held.enter_context(directory.owned())
+            choice = resumable(directory, config)
+            for note in choice.notes:
+                print(f"staleflow: {note}", file=sys.stderr)
+        name = source or "laptop"
+        summary = train(config, directory, choice, held, name=name, plain=options.plain, quiet=options.json)
     if options.json:
         print(json.dumps(summary))
     return INTERRUPTED if summary["interrupted"] else 0
 
 
 def train(
-    config: Config, directory: RunDirectory | None, checkpoint: Path | None, name: str, plain: bool, quiet: bool
+    config: Config,
+    directory: RunDirectory | None,
+    choice: Choice | None,
+    held: ExitStack,
+    name: str,
+    plain: bool,
+    quiet: bool,
 ) -> dict[str, Any]:
-    """Everything heavy happens in here."""
+    """Everything heavy happens in here. ``held``: until when a new run directory is owned."""
     from staleflow.observe.terminal import TerminalView
     from staleflow.run.status import status_of
-    from staleflow.runtime.local.run import LocalRun, RunError
+    from staleflow.runtime.local.run import LocalRun
     from staleflow.tasks.opening import model_folder, open_task
 
     out = sys.stderr if quiet else sys.stdout
     asyncio.run(try_reward(config))
     model = model_folder(config, lambda step, loss: _warming(step, loss, out))
     task = open_task(config, model)
-    if directory is None:
-        directory = RunDirectory.create(config, Path(name).stem)
-    elif checkpoint is not None:
-        refuse_others(checkpoint, Origin.of(config, task.fingerprint))
-        directory.config_file.write_text(to_yaml(config))
+    checkpoint = None
+    if directory is None or choice is None:
+        directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
+    else:
+        checkpoint = prepared(directory, config, choice, task.fingerprint, model)
     print(f"run {directory.path}", file=out, flush=True)
     view = TerminalView(out, plain=plain)
 
@@ -101,8 +113,6 @@ def train(
     run = LocalRun(config, directory, model, task, guess(config, model), checkpoint, show)
     try:
         summary = asyncio.run(run.execute())
-    except RunError as error:
-        raise ConfigError(str(error)) from None
     finally:
         view.close()
     summary |= {"interrupted": run.interrupted, "run": str(directory.path)}

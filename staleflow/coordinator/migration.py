@@ -1,4 +1,4 @@
-"""Which trajectories come back to the server, to continue elsewhere, because something waits for them or they for memory.
+"""Which trajectories come back to the server, to continue elsewhere: something waits for them, or they for memory.
 
 Two reasons, and both move single trajectories, never a whole replica:
 

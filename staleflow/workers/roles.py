@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staleflow.run.directory import RunDirectory
 from staleflow.run.parts import engine_options, sampling, trainer_options
 from staleflow.types import Ready, Setup
 from staleflow.workers.link import Link
@@ -37,13 +36,8 @@ class LazyWeights:
         if self._server is None:
             from staleflow.servers.weights import LocalParameterServer
 
-            self._server = LocalParameterServer.attach(self._setup.store, registry=registry(self._setup))
+            self._server = LocalParameterServer.attach(self._setup.store)
         return self._server.pull(into, at_least)
-
-
-def registry(setup: Setup) -> Path:
-    """Where the parameter server of this run is found, and of no other run."""
-    return RunDirectory(Path(setup.run)).weights
 
 
 def _instance(setup: Setup, link: Link) -> Any:
@@ -100,8 +94,8 @@ def _store(setup: Setup) -> LocalParameterServer:
 
     if setup.standby:
         with contextlib.suppress(NoStoreError):  # it died before it made one
-            return LocalParameterServer.take_over(setup.store, registry=registry(setup))
-    return LocalParameterServer.create(setup.store, registry=registry(setup))
+            return LocalParameterServer.take_over(setup.store)
+    return LocalParameterServer.create(setup.store)
 
 
 def _evaluator(setup: Setup, link: Link) -> Any:

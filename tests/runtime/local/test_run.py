@@ -12,11 +12,11 @@ import pytest
 
 from staleflow.commands.options import read_profile
 from staleflow.commands.train import guess
-from staleflow.config import Config, ConfigError, load
+from staleflow.config import Config, load
 from staleflow.observe.metrics import read_metrics
+from staleflow.run.checkpoints import newest
 from staleflow.run.decisions import read_decisions
 from staleflow.run.directory import RunDirectory
-from staleflow.run.state import Origin, newest, refuse_others
 from staleflow.runtime.local.run import LocalRun, RunError
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Limits
@@ -227,20 +227,6 @@ def test_a_trainer_that_is_killed_loses_no_step_and_repeats_none(model: Path, tm
     assert len(told) >= 6, "what was not told before the death is not told twice"
     assert [told[step] for step in sorted(told)] == pytest.approx([losses[step] for step in sorted(told)], abs=1e-6)
     assert summary["groups_committed"] == 8 * GROUPS
-
-
-@pytest.mark.parametrize("change", ["groups=8", "training.learning_rate=0.5", "data.shuffle=false"])
-def test_a_checkpoint_is_resumed_with_its_own_settings_and_data_only(finished: Finished, change: str) -> None:
-    _, directory, _ = finished
-    checkpoint, config = newest(directory.checkpoints), load(str(directory.config_file), [])
-    assert checkpoint is not None
-    data = open_task(config, Path(config.model)).fingerprint
-    refuse_others(checkpoint, Origin.of(config, data))
-    other = load(str(directory.config_file), ["steps=9", change])
-    with pytest.raises(ConfigError, match=rf"step-000004 was made with {change.partition('=')[0]}=\S+: write that"):
-        refuse_others(checkpoint, Origin.of(other, data))
-    with pytest.raises(ConfigError, match=r"the data is not what .*step-000004 was made with"):
-        refuse_others(checkpoint, Origin.of(config, "other"))
 
 
 def test_the_decisions_of_a_run_can_be_read_back_with_inputs_and_commands(finished: Finished) -> None:
