@@ -12,10 +12,12 @@ import asyncio
 import json
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from staleflow.config import Config, ConfigError, check, differences, estimate, load
+from staleflow.config.sizes import sizes_of
 from staleflow.coordinator.cost import CostModel
 from staleflow.errors import StaleFlowError
 from staleflow.reward.function import BAD_REWARD
@@ -95,8 +97,8 @@ def train(
 
     out = sys.stderr if quiet else sys.stdout
     asyncio.run(try_reward(config))
-    model = model_folder(config, lambda step, loss: _warming(step, loss, out))
-    task = open_task(config, model)
+    model = model_folder(config.model, config.cache, config.seed, lambda step, loss: _warming(step, loss, out))
+    task = open_task(config.data, model, config.seed, config.evaluation.problems)
     checkpoint = None
     if directory is None or choice is None:
         directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
@@ -110,7 +112,7 @@ def train(
         view.update(status)
         view.line(status)
 
-    run = LocalRun(config, directory, model, task, guess(config, model), checkpoint, show)
+    run = LocalRun(config, directory, model, task, guess(config), checkpoint, show)
     try:
         summary = asyncio.run(run.execute())
     finally:
@@ -127,20 +129,18 @@ async def try_reward(config: Config) -> None:
 
     An exception is let pass: it may be about the empty response, and real ones are retried and reported.
     """
-    from staleflow.reward.pool import RewardPool, Settings
+    from staleflow.reward.pool import RewardPool
     from staleflow.tasks.opening import first_problem
 
     answers: asyncio.Queue[str] = asyncio.Queue()
-    settings = Settings(workers=1, timeout_s=config.reward.timeout_s)
     pool = RewardPool(
-        config.reward.function,
-        settings,
+        replace(config.reward, workers=1),
         on_reward=lambda _name, _reward: answers.put_nowait(""),
         on_failure=lambda _name, why: answers.put_nowait(why),
     )
     try:
         await pool.start()
-        pool.submit("a try", first_problem(config))
+        pool.submit("a try", first_problem(config.data, config.seed))
         why = await answers.get()
     finally:
         await pool.close()
@@ -175,17 +175,15 @@ def told(summary: dict[str, Any], directory: RunDirectory) -> str:
     return "\n".join(lines)
 
 
-def guess(config: Config, model: Path) -> CostModel:
+def guess(config: Config) -> CostModel:
     """What a decoding step may cost, from the model's shape."""
-    shape = json.loads((model / "config.json").read_text())
-    heads = shape["num_attention_heads"]
-    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    sizes = sizes_of(config)
     peaks = CPU if config.rollout.device == "cpu" else GPU
     return CostModel.from_geometry(
-        parameters=size / 4,
-        layers=shape["num_hidden_layers"],
-        kv_heads=shape.get("num_key_value_heads") or heads,
-        head_size=shape.get("head_dim") or shape["hidden_size"] // heads,
+        parameters=sizes.parameters,
+        layers=sizes.layers,
+        kv_heads=sizes.kv_heads,
+        head_size=sizes.head_dim,
         bytes_per_value=4 if config.rollout.dtype == "float32" else 2,
         **peaks,
     )

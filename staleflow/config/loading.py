@@ -12,15 +12,16 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
 from staleflow.config.convert import SECTIONS, to_config, to_tree, type_of, unknown, wanted
 from staleflow.config.presets import LAPTOP, PLAIN, PRESETS, Tree
-from staleflow.config.schema import ADDER, Config
+from staleflow.config.schema import Config
 from staleflow.config.text import one_line, parse, render, short
 from staleflow.errors import ConfigError
+from staleflow.tasks.options import ADDER
 
 ENDINGS = (".yaml", ".yml", ".toml")
 OF_SOURCE = ("source", "arguments", "held_out", "held_out_count")
@@ -141,9 +142,9 @@ def _put(tree: Tree, dotted: str, value: Any) -> None:
     """Set one setting. Beyond its name, the path goes on inside its value: ``data.arguments.digits``."""
     section, *rest = dotted.split(".")
     if section not in SECTIONS:
-        if rest:
+        if rest[1:] or (rest and "dict" not in str(get_type_hints(Config).get(section))):
             raise ConfigError(unknown(dotted))
-        tree[section] = _as_text(section, value)
+        tree[section] = {**_copy(tree, section, dotted), rest[0]: value} if rest else _as_text(section, value)
         return
     name, *inside = rest
     kind = type_of(f"{section}.{name}")

@@ -5,7 +5,7 @@
 
 from typing import Any
 
-from staleflow.config.schema import ADDER, SMOLLM
+from staleflow.tasks.options import ADDER, SMOLLM
 
 Tree = dict[str, Any]
 PLAIN = "plain"

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from staleflow.coordinator.decide import Decision, plain
 from staleflow.coordinator.situation import Route
 from staleflow.runtime.control import ControlPlane, Settings
-from staleflow.runtime.filters import no_signal
 from staleflow.runtime.outbox import HeldInstance, HeldRewards, HeldTrainer, Outbox
 from staleflow.runtime.ports import Report, Work
 from staleflow.servers.book import let_go, of_group
+from staleflow.servers.filters import no_signal
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import TOKEN
 from staleflow.servers.trajectories import TrajectoryServer

@@ -22,12 +22,10 @@ from typing import Any
 from staleflow.config import Config
 from staleflow.config.machine import free_memory
 from staleflow.config.memory import trajectory_bytes
-from staleflow.config.schema import ADDER
 from staleflow.coordinator.cost import CostModel
 from staleflow.observe.metrics import MetricsLog
 from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
-from staleflow.reward.pool import Settings as RewardSettings
 from staleflow.run.checkpoints import checkpoints
 from staleflow.run.costs import RunCosts, TimedRewards, TimedTrainer
 from staleflow.run.decisions import DecisionLog
@@ -37,7 +35,6 @@ from staleflow.run.parts import sizes
 from staleflow.run.record import Record
 from staleflow.run.state import STATE, pack_state, unpack_state
 from staleflow.runtime.control import ControlPlane, Settings
-from staleflow.runtime.filters import no_signal
 from staleflow.runtime.local.crew import Crew, RunError
 from staleflow.runtime.local.placement import placement
 from staleflow.runtime.local.process import Child
@@ -45,11 +42,13 @@ from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.outbox import Outbox
 from staleflow.servers.book import let_go
 from staleflow.servers.durable import DurableJournal
+from staleflow.servers.filters import FILTERS
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.servers.weights import claim
 from staleflow.tasks.opening import TaskSet
+from staleflow.tasks.options import ADDER
 from staleflow.training.checksums import REMOVED
 from staleflow.types import Evaluate, Evaluated, News, Pushed, Ready, Saved, Trained
 
@@ -170,8 +169,7 @@ class LocalRun:
         self._trainer = RemoteTrainer(self.crew, self.server, self.server.ledger.version)
         self._log = os.open(self.directory.log("reward"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._pool = RewardPool(
-            config.reward.function,
-            RewardSettings(config.reward.workers, config.reward.timeout_s),
+            config.reward,
             self._on_scored,
             self._on_score_failed,
             stderr=self._log,
@@ -195,8 +193,7 @@ class LocalRun:
         trainer = TimedTrainer(self._trainer, self.outbox, self.costs.finish)
         control = ControlPlane(settings, self.server, trainer, rewards, self.task.prompts, term=self._life)
         control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
-        if config.filter == "no-signal":
-            control.filter = no_signal
+        control.filter = FILTERS.bound(config.filter, {}, config.filter_arguments)
         return control
 
     async def _start(self) -> None:
