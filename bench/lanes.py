@@ -11,7 +11,7 @@ GPUs, share of the second lane and threshold are searched for::
 from collections.abc import Sequence
 from itertools import pairwise
 
-from staleflow.simulate.presets import Setting
+from staleflow.simulate.setting import Setting
 from staleflow.study.law import Work, law, splits
 
 THRESHOLDS = (1_000, 2_000, 4_000, 6_000, 8_000, 10_000, 13_000)

@@ -1,4 +1,7 @@
-"""The command line: ``staleflow COMMAND``. What cannot be done is told in one line, with exit code 2."""
+"""The command line: ``staleflow COMMAND``.
+
+What cannot be done is said in one line, with exit code 2; so is why a run could not continue, with exit code 1.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -6,6 +9,11 @@ from typing import NoReturn
 
 from staleflow import __version__
 from staleflow.commands import compare, plan, profile, simulate, train
+from staleflow.commands.common import refuse
+from staleflow.errors import StaleFlowError
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells expect it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,14 +27,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="staleflow", description="RL post-training under a strict staleness bound.")
     parser.add_argument("--version", action="version", version=f"staleflow {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train.add_parser(commands)
-    simulate.add_parser(commands)
-    compare.add_parser(commands)
-    plan.add_parser(commands)
-    profile.add_parser(commands)
+    for command in (train, simulate, compare, plan, profile):
+        command.add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
-    if unknown := [each for each in rest if each.startswith("-") or "overrides" not in options]:
+    if unknown := [each for each in rest if each.startswith("-")]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; see staleflow {options.command} --help")
-    if rest:  # argparse takes one run of positional arguments; between options there may be more
-        options.overrides += rest
-    return options.run(options)
+    options.words += rest  # argparse takes one run of positional arguments; between options there may be more
+    try:
+        return options.run(options)
+    except OSError as error:  # a full disk, a folder that is not ours
+        return refuse(error)
+    except StaleFlowError as error:
+        return refuse(error, 1 if isinstance(error, RuntimeError) else 2)
+    except KeyboardInterrupt:
+        return refuse("interrupted", INTERRUPTED)

@@ -1,7 +1,8 @@
 """What can go wrong and is not a bug: every error that a user can cause is a ``StaleFlowError``.
 
 Its message is one line that says what was wrong, the value seen, and what to write instead. Commands print that line
-and end with exit code 2; anything else is a mistake of ours and keeps its traceback.
+and end with exit code 2, or 1 where a run had begun and could not continue (a ``RuntimeError``). Anything else is a
+mistake of ours and keeps its traceback.
 """
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from staleflow.config import cluster
 from staleflow.config.schema import ADDER, Config
 from staleflow.errors import ConfigError
 from staleflow.tasks.adder import VOCABULARY
@@ -70,6 +71,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _data(config)
     yield from _rollout(config)
     yield from _training(config)
+    yield from cluster.problems(config)
 
 
 def value_of(config: Any, dotted: str) -> Any:

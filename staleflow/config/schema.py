@@ -9,6 +9,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from staleflow.config.cluster import ClusterOptions
 from staleflow.config.machine import cache_folder
 from staleflow.coordinator.strategies import Strategies
 
@@ -215,6 +216,7 @@ class Config:
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     processes: Processes = field(default_factory=Processes)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
 
     @property
     def members(self) -> int:

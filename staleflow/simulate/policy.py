@@ -12,7 +12,7 @@ from typing import Any
 
 from staleflow.protocol import StalenessLedger
 from staleflow.runtime.control import ControlPlane
-from staleflow.simulate.presets import Setting
+from staleflow.simulate.setting import Setting
 
 RESHARD_S = 15.0
 """Assumed: what colocated GPUs need in each step to change from rollout to training and back."""

@@ -19,7 +19,7 @@ from statistics import fmean, stdev
 
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.faults import arm
-from staleflow.simulate.presets import Setting
+from staleflow.simulate.setting import Setting
 from staleflow.study.law import Law, Work, balance, ceiling, even_ceiling, in_turn, limit, splits, work_of
 from staleflow.study.parallel import Row, Run, Runner, T, Unit
 from staleflow.study.peers import STALEFLOW, Policy

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from staleflow.simulate.presets import Setting, with_split
+from staleflow.simulate.setting import Setting, with_split
 
 Term = Literal["training", "rollout", "tail"]
 

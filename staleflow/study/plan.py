@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from staleflow.simulate.presets import Setting
+from staleflow.simulate.setting import Setting
 from staleflow.study.compare import TUNING_SEED, first_counted, run_of
 from staleflow.study.compare import speed as measured_speed
 from staleflow.study.law import Law, balance, ceiling, law, limit, splits, work_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.simulate.presets import Setting, preset
+from staleflow.simulate.setting import Setting, preset
 from staleflow.study.law import Work, ceiling, work_of
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "lanes.py"

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from staleflow.commands.options import read_profile
 from staleflow.commands.train import guess
 from staleflow.config import Config, load
+from staleflow.config.costs import read_profile
 from staleflow.observe.metrics import read_metrics
 from staleflow.run.directory import RunDirectory
 from staleflow.run.state import newest
 from staleflow.runtime.local.run import LocalRun, RunError
 from staleflow.servers.durable import DurableJournal
-from staleflow.simulate.presets import preset
 from staleflow.study.measured import read_run
 from staleflow.tasks import adder
 from staleflow.tasks.base_model import Shape, new_model, tokenizer
@@ -210,10 +209,9 @@ def test_a_run_leaves_what_its_steps_cost_for_the_planner(model: Path, tmp_path:
     directory.write(directory.summary, summary)
     measured = read_run(str(directory.path))
     assert measured.cost == read_profile(str(directory.profile))
-    assert measured.shares is not None
     assert len(measured.prompts) == len(measured.signal) == 12 * 8
     assert sorted(set(measured.prompts)) == sorted(measured.prompts)
-    setting = measured.apply(preset("paper-14b"))
+    setting = measured.setting()
     setting.check()
     assert (setting.groups, setting.staleness, setting.instances) == (8, 1, config.rollout.instances)
     assert setting.strategies == config.strategies
