@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"staleflow: error: {message}\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="staleflow", description="RL post-training under a strict staleness bound.")
     parser.add_argument("--version", action="version", version=f"staleflow {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -33,6 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [each for each in rest if each.startswith("-")]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; see staleflow {options.command} --help")
     options.words += rest  # argparse takes one run of positional arguments; between options there may be more
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
     try:
         return options.run(options)
     except OSError as error:  # a full disk, a folder that is not ours

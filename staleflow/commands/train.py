@@ -18,6 +18,7 @@ from staleflow.commands.common import Subparsers, add_settings, asked
 from staleflow.config import Config, ConfigError, check, differences, estimate, load, this_machine, to_yaml
 from staleflow.config.costs import guessed
 from staleflow.config.presets import LAPTOP
+from staleflow.files import write_whole
 from staleflow.reward.function import BAD_REWARD
 from staleflow.run.directory import RunDirectory
 from staleflow.run.state import newest
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         checkpoint = newest(directory.checkpoints)
         if checkpoint is None:
             raise ConfigError(f"{directory.path} has no checkpoint to continue from: start a new run")
-        directory.config_file.write_text(to_yaml(config))
+        write_whole(directory.config_file, to_yaml(config))
     name = wanted.source or LAPTOP
     summary = train(config, directory, checkpoint, name, plain=options.plain, quiet=options.json)
     if options.json:

@@ -1,7 +1,7 @@
 """Shapes of well-known models, to measure with where no checkpoint is at hand: a config.json and no weights.
 
 with tempfile.TemporaryDirectory() as folder:
-    write(SHAPES["qwen-1.5b"], folder)
+    write("qwen-1.5b", folder)
     engine = TorchEngine(folder, EngineOptions(weights="random"))
 """
 
@@ -39,5 +39,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 """``tiny`` has about a million parameters; the others are those of SmolLM2-135M and of Qwen2.5."""
 
 
-def write(shape: dict[str, Any], folder: str | Path) -> None:
-    (Path(folder) / "config.json").write_text(json.dumps(shape))
+def write(shape: str | dict[str, Any], folder: str | Path) -> None:
+    """One of ``SHAPES`` by its name, or another."""
+    (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape] if isinstance(shape, str) else shape))

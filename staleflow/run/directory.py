@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.config import Config, ConfigError, load, to_yaml
+from staleflow.files import write_whole
 
 
 class RunDirectory:
@@ -76,9 +77,7 @@ class RunDirectory:
 
     def write(self, path: Path, values: dict[str, Any]) -> None:
         """All of it or nothing, as JSON."""
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(values, indent=1) + "\n")
-        draft.replace(path)
+        write_whole(path, json.dumps(values, indent=1) + "\n")
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"

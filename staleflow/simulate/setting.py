@@ -176,7 +176,7 @@ def _mean(config: Config) -> float:
 
 
 def with_split(setting: Setting, training_gpus: int) -> Setting:
-    """The same GPUs, so many of them for training; instances are whole, so a few GPUs may stay unused."""
+    """The same GPUs with this many of them for training; instances are whole, so a few GPUs may stay unused."""
     instances = (setting.gpus - training_gpus) // setting.gpus_per_instance
     if training_gpus < 1 or instances < 1:
         raise ConfigError(
@@ -187,7 +187,7 @@ def with_split(setting: Setting, training_gpus: int) -> Setting:
 
 
 def with_gpus(setting: Setting, gpus: int, given: Set[str]) -> Setting:
-    """The setting on so many GPUs. What is given of its two parts stays; otherwise their proportion does."""
+    """The setting on another number of GPUs. What is given of its two parts stays; otherwise their proportion does."""
     size = setting.gpus_per_instance
     if gpus < size + 1:
         raise ConfigError(f"--gpus {gpus} are too few for an instance of {size} and a trainer: give {size + 1} or more")

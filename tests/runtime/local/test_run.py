@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from staleflow.commands.train import guess
 from staleflow.config import Config, load
-from staleflow.config.costs import read_profile
+from staleflow.config.costs import guessed, read_profile
 from staleflow.observe.metrics import read_metrics
 from staleflow.run.directory import RunDirectory
 from staleflow.run.state import newest
@@ -65,7 +64,7 @@ def run_once(
 ) -> tuple[dict[str, Any], RunDirectory]:
     checkpoint = newest(directory.checkpoints) if directory else None
     directory = directory or RunDirectory.create(config, "test")
-    run = LocalRun(config, directory, model, open_task(config, model), guess(config, model), checkpoint, watch)
+    run = LocalRun(config, directory, model, open_task(config, model), guessed(config), checkpoint, watch)
 
     async def main() -> dict[str, Any]:
         async with asyncio.timeout(300):
