@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 from staleflow.coordinator.decide import decide
 from staleflow.coordinator.situation import Fleet, InstanceView, Pace, Queued, Route, Situation
 from staleflow.coordinator.strategies import ROUTING, Strategies
-from staleflow.simulate.presets import preset
+from staleflow.simulate.setting import preset
 
 TARGET_MS = 50.0
 """For one decision with 1,024 instances and 100,000 live trajectories."""

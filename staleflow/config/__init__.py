@@ -6,9 +6,10 @@ print(estimate(config).text())                  # processes and memory
 """
 
 from staleflow.config.checks import check
+from staleflow.config.cluster import ClusterOptions
 from staleflow.config.loading import load, to_yaml
 from staleflow.config.machine import Machine, this_machine
-from staleflow.config.memory import Plan, estimate
+from staleflow.config.memory import Estimate, estimate
 from staleflow.config.presets import PRESETS
 from staleflow.config.resuming import differences
 from staleflow.config.schema import Checkpoints, Config, Evaluation, Processes
@@ -22,12 +23,13 @@ from staleflow.training.options import Training
 __all__ = [
     "PRESETS",
     "Checkpoints",
+    "ClusterOptions",
     "Config",
     "ConfigError",
     "Data",
+    "Estimate",
     "Evaluation",
     "Machine",
-    "Plan",
     "Processes",
     "Reward",
     "Rollout",

@@ -5,6 +5,7 @@ What a section must be by itself it refuses itself, when it is made.
 
 from collections.abc import Iterator
 
+from staleflow.config import cluster
 from staleflow.config.schema import Config
 from staleflow.errors import ConfigError
 from staleflow.tasks.adder import VOCABULARY
@@ -19,6 +20,7 @@ def refuse_values(config: Config) -> None:
 
 
 def problems(config: Config) -> Iterator[str]:
+    yield from cluster.problems(config)
     rollout, training, headroom = config.rollout, config.training, config.strategies.headroom
     longest = config.longest_prompt + rollout.max_tokens
     if rollout.kv_tokens < longest + headroom:

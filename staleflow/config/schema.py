@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from staleflow.config.cluster import ClusterOptions
 from staleflow.config.machine import cache_folder
 from staleflow.coordinator.strategies import Strategies
 from staleflow.reward.options import Reward
@@ -93,6 +94,7 @@ class Config(Section):
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     processes: Processes = field(default_factory=Processes)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
 
     @property
     def members(self) -> int:

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from staleflow.errors import ConfigError
+
 BLOCK = 1 << 16
 
 
@@ -58,9 +60,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: no valid JSON ({error}): delete the line") from None
+            raise ConfigError(f"{path}, line {number}: not valid JSON ({error}): delete the line") from None
         if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: a {type(row).__name__}, no object: delete the line")
+            raise ConfigError(f"{path}, line {number}: a {type(row).__name__}, not an object: delete the line")
         rows.append(row)
     last = {row["step"]: at for at, row in enumerate(rows) if "step" in row}
     return [row for at, row in enumerate(rows) if "step" not in row or last[row["step"]] == at]

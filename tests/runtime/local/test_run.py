@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from staleflow.commands.options import read_profile
-from staleflow.commands.train import guess
 from staleflow.config import Config, load
+from staleflow.config.costs import guessed, read_profile
 from staleflow.observe.metrics import read_metrics
 from staleflow.run.checkpoints import newest
 from staleflow.run.decisions import read_decisions
@@ -20,11 +19,10 @@ from staleflow.run.directory import RunDirectory
 from staleflow.runtime.local.run import LocalRun, RunError
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Limits
-from staleflow.simulate.presets import preset
 from staleflow.study.measured import read_run
 from staleflow.tasks import adder
 from staleflow.tasks.base_model import Shape, new_model, tokenizer
-from staleflow.tasks.opening import open_task
+from staleflow.tasks.opening import TaskSet, open_task
 from tests.runtime.local.rewards import evenness
 from tests.runtime.local.synchronous import Plain, train
 
@@ -61,6 +59,10 @@ def configured(model: Path, runs: Path, *changes: str) -> Config:
     )
 
 
+def task_of(config: Config, model: Path) -> TaskSet:
+    return open_task(config.data, model, config.seed, config.evaluation.problems)
+
+
 def run_once(
     config: Config,
     model: Path,
@@ -69,7 +71,7 @@ def run_once(
 ) -> tuple[dict[str, Any], RunDirectory]:
     checkpoint = newest(directory.checkpoints) if directory else None
     directory = directory or RunDirectory.create(config, "test")
-    run = LocalRun(config, directory, model, open_task(config, model), guess(config, model), checkpoint, watch)
+    run = LocalRun(config, directory, model, task_of(config, model), guessed(config), checkpoint, watch)
 
     async def main() -> dict[str, Any]:
         async with asyncio.timeout(300):
@@ -79,7 +81,7 @@ def run_once(
 
 
 def plain(config: Config, model: Path) -> Plain:
-    prompts = open_task(config, model).prompts
+    prompts = task_of(config, model).prompts
 
     def reward(number: int, tokens: list[int]) -> float:
         from staleflow.reward.function import Response
@@ -249,10 +251,9 @@ def test_a_run_leaves_what_its_steps_cost_for_the_planner(model: Path, tmp_path:
     directory.write(directory.summary, summary)
     measured = read_run(str(directory.path))
     assert measured.cost == read_profile(str(directory.profile))
-    assert measured.shares is not None
     assert len(measured.prompts) == len(measured.signal) == 12 * 8
     assert sorted(set(measured.prompts)) == sorted(measured.prompts)
-    setting = measured.apply(preset("paper-14b"))
+    setting = measured.setting()
     setting.check()
     assert (setting.groups, setting.staleness, setting.instances) == (8, 1, config.rollout.instances)
     assert setting.strategies == config.strategies
