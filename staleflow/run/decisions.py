@@ -6,8 +6,9 @@
         row.time, row.inputs["queued"], row.commands         # [["Pull", "i0", 3], ["Route", "p7/0", "p7", "i1", 3]]
 
 Decisions that commanded nothing are left out. The log is bounded: a file that has reached ``MOST_BYTES`` becomes
-``decisions.1.jsonl`` and replaces the one before it. Lines reach the file about once a second, so a run that is killed
-lacks its last ones. A disk that is full ends the log (``on_trouble`` hears why) and not the run.
+``decisions.1.jsonl`` and replaces the one before it. Lines reach the file every few seconds, many at once because that
+is cheaper; so a run that is killed lacks its last ones. A disk that is full ends the log (``on_trouble`` hears why) and
+not the run.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from staleflow.coordinator.decide import Decision, plain
 
 MOST_BYTES = 32 * 2**20
 """Of one of the two files."""
-FLUSH_S = 1.0
+FLUSH_S = 3.0
 
 
 class Decided(msgspec.Struct):
@@ -40,25 +41,29 @@ class DecisionLog:
         self._broken = False
         self._most = most_bytes
         self._size = path.stat().st_size if path.exists() else 0
-        self._lines = [b""] if self._size else []  # a new line, should the last one be torn
+        self._begin = b"\n" if self._size else b""
+        """The last line of an earlier life may be torn."""
+        self._waiting: list[tuple[float, Decision]] = []
         self._flushed_at = 0.0
-        self._encode = msgspec.json.Encoder().encode
 
     def write(self, time: float, decision: Decision) -> None:
         if not decision.commands or self._broken:
             return
-        row = {"time": time, "inputs": decision.inputs, "commands": plain(decision.commands)}
-        self._lines.append(self._encode(row))
+        self._waiting.append((time, decision))
         if time - self._flushed_at >= FLUSH_S:
             self._flushed_at = time
             self.flush()
 
     def flush(self) -> None:
         """Put what was written into the file."""
-        if not self._lines:
+        if not self._waiting:
             return
-        text = b"\n".join(self._lines) + b"\n"
-        self._lines.clear()
+        waiting, self._waiting = self._waiting, []
+        text = self._begin + msgspec.json.Encoder().encode_lines(
+            {"time": time, "inputs": decision.inputs, "commands": plain(decision.commands)}
+            for time, decision in waiting
+        )
+        self._begin = b""
         try:
             if self._size + len(text) > self._most and self._size:
                 self.path.replace(older(self.path))

@@ -19,6 +19,8 @@ from staleflow.servers.payloads import Chunk
 from staleflow.tasks.adder import VOCABULARY, Adder
 from staleflow.tasks.task import Problem
 
+pytestmark = pytest.mark.processes
+
 PROBLEM = Problem("four", {})
 
 

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,6 @@ from staleflow.training.micro_batches import forward, micro_batches
 from staleflow.training.trainer import Group, StalenessError, Trainer, TrainerOptions
 
 VOCABULARY = 12
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
