@@ -22,7 +22,7 @@ from staleflow.simulate.presets import preset
 from staleflow.study.measured import read_run
 from staleflow.tasks import adder
 from staleflow.tasks.base_model import Shape, new_model, tokenizer
-from staleflow.tasks.opening import open_task
+from staleflow.tasks.opening import TaskSet, open_task
 from tests.runtime.local.rewards import evenness
 from tests.runtime.local.synchronous import Plain, train
 
@@ -58,6 +58,10 @@ def configured(model: Path, runs: Path, *changes: str) -> Config:
     )
 
 
+def opened(config: Config, model: Path) -> TaskSet:
+    return open_task(config.data, model, config.seed, config.evaluation.problems)
+
+
 def run_once(
     config: Config,
     model: Path,
@@ -66,7 +70,7 @@ def run_once(
 ) -> tuple[dict[str, Any], RunDirectory]:
     checkpoint = newest(directory.checkpoints) if directory else None
     directory = directory or RunDirectory.create(config, "test")
-    run = LocalRun(config, directory, model, open_task(config, model), guess(config, model), checkpoint, watch)
+    run = LocalRun(config, directory, model, opened(config, model), guess(config), checkpoint, watch)
 
     async def main() -> dict[str, Any]:
         async with asyncio.timeout(300):
@@ -76,7 +80,7 @@ def run_once(
 
 
 def plain(config: Config, model: Path) -> Plain:
-    prompts = open_task(config, model).prompts
+    prompts = opened(config, model).prompts
 
     def reward(number: int, tokens: list[int]) -> float:
         from staleflow.reward.function import Response
