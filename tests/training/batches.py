@@ -14,7 +14,6 @@ from staleflow.training.advantages import GROUP_ADVANTAGES, final_rewards, gae
 from staleflow.training.correction import Correction, decoupled, masked_by_sequence, truncated, uncorrected
 from staleflow.training.packed import Aggregation, Segments
 
-torch.set_num_threads(1)
 FEATURES, VOCABULARY = 4, 5
 KNOBS = {"cap": 1.2, "low": 0.8, "high": 1.3}
 EPS: dict[str, dict[str, float]] = {
@@ -24,6 +23,10 @@ EPS: dict[str, dict[str, float]] = {
     "cispo": {"eps_low": 0.3, "eps_high": 0.2},
 }
 AGGREGATIONS = [Aggregation("token-mean"), Aggregation("sequence-mean"), Aggregation("fixed-length", 8)]
+
+
+def doubles(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def quick(examples: int) -> settings:
