@@ -14,9 +14,9 @@ import msgspec
 from staleflow.config import ConfigError
 from staleflow.run.record import Record
 from staleflow.servers.durable import DurableJournal
-from staleflow.servers.payloads import Chunk
 from staleflow.servers.state import ENDED, restore, to_state
 from staleflow.servers.trajectories import TrajectoryServer
+from staleflow.types import Chunk
 
 STATE = "run.state"
 FORMAT = 1

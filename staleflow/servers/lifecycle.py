@@ -77,5 +77,6 @@ class Group:
     complete: bool = False
 
     @property
-    def started(self) -> bool:
+    def begun(self) -> bool:
+        """Whether any member has a token."""
         return any(member.spans for member in self.members)

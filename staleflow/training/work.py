@@ -16,7 +16,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from staleflow.servers.payloads import Row
 from staleflow.training.advantages import (
     GROUP_ADVANTAGES,
     Gae,
@@ -29,6 +28,7 @@ from staleflow.training.advantages import (
 from staleflow.training.micro_batches import Known
 from staleflow.training.options import TrainerOptions
 from staleflow.training.packed import Segments
+from staleflow.types import Row
 
 Group = Sequence[Row]
 

@@ -1,6 +1,6 @@
 """Held-out accuracy, measured beside the run: an engine of its own, greedy, on whatever version is the newest.
 
-evaluator = Evaluator(engine, engine.model.parameters, weights, problems, sampling, reward, decode)
+evaluator = Evaluator(engine, weights, problems, sampling, reward, decode)
 evaluator.keep()                                # a copy, to be evaluated when there is time
 for evaluated in evaluator.evaluate(): ...      # what was kept, then the newest
 """
@@ -26,7 +26,6 @@ class Evaluator:
     def __init__(
         self,
         engine: Engine,
-        tensors: Mapping[str, torch.Tensor],
         weights: WeightSource,
         problems: Sequence[tuple[Sequence[int], Problem]],
         sampling: Sampling,
@@ -34,8 +33,6 @@ class Evaluator:
         decode: Callable[[Sequence[int]], str],
     ) -> None:
         self._engine = engine
-        self._tensors = tensors
-        """The engine's weights."""
         self._kept: list[tuple[int, dict[str, torch.Tensor]]] = []
         self._weights = weights
         self._problems = problems
@@ -45,7 +42,7 @@ class Evaluator:
 
     def keep(self) -> None:
         """Copy the newest version, to be evaluated later."""
-        copies = {name: torch.empty_like(tensor) for name, tensor in self._tensors.items()}
+        copies = {name: torch.empty_like(tensor) for name, tensor in self._engine.weights().items()}
         version = self._weights.pull(copies, 0)
         if not self._kept or self._kept[-1][0] < version:
             self._kept.append((version, copies))

@@ -50,12 +50,12 @@ def _instance(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
     from staleflow.rollout.builtin import TorchEngine
     from staleflow.tasks.opening import stop_tokens
-    from staleflow.workers.rollout import RolloutWorker, serve
+    from staleflow.workers.rollout import Requests, RolloutWorker, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
     engine = TorchEngine(setup.model, engine_options(config), version=-1)
-    drawing = sampling(config, stop_tokens(Path(setup.model)))
-    worker = RolloutWorker(engine, LazyWeights(setup), drawing, config.seed)
+    requests = Requests(sampling(config, stop_tokens(Path(setup.model))), config.seed)
+    worker = RolloutWorker(setup.name, engine, LazyWeights(setup), requests, setup.incarnation)
     link.send(Ready(-1))
     return lambda: serve(worker, link)
 
@@ -94,8 +94,8 @@ def _trainer(setup: Setup, link: Link) -> Any:
 
 
 def _store(setup: Setup) -> LocalParameterServer:
-    """That of the trainer before this one, or a new one. One left by an earlier life of the run is not gone on from:
-    it may be ahead of the checkpoint that this life began with."""
+    """That of the trainer before this one, or a new one. One left by an earlier attempt of the run is not resumed
+    from: it may be ahead of the checkpoint that this attempt began with."""
     from staleflow.servers.weights import LocalParameterServer, NoStoreError
 
     if setup.standby:
@@ -116,7 +116,6 @@ def _evaluator(setup: Setup, link: Link) -> Any:
     engine = TorchEngine(setup.model, engine_options(config), version=-1)
     evaluator = Evaluator(
         engine,
-        engine.model.parameters,
         LazyWeights(setup),
         task.held_out,
         sampling(config, task.stop_tokens, config.evaluation.temperature),

@@ -38,7 +38,7 @@ def image(server: TrajectoryServer) -> str:
         for each in server
         if each.state != "aborted"
     ]
-    prompts = [payloads.prompt(name).tobytes() for name in server.groups]
+    prompts = [payloads.token_bytes(name) for name in server.groups]
     whole = repr((state_of(server), held, prompts, payloads.bytes, payloads.claimed))
     return hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()
 

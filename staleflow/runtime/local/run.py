@@ -26,7 +26,7 @@ from staleflow.observe.metrics import MetricsLog
 from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.reward.pool import Settings as RewardSettings
-from staleflow.run.costs import RunCosts, TimedRewards, TimedTrainer
+from staleflow.run.costs import RunCosts
 from staleflow.run.directory import RunDirectory
 from staleflow.run.parts import sizes
 from staleflow.run.record import Record
@@ -37,7 +37,7 @@ from staleflow.runtime.local.crew import Crew, RunError
 from staleflow.runtime.local.placement import placement
 from staleflow.runtime.local.process import Child
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
-from staleflow.runtime.outbox import Outbox
+from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.servers.book import let_go
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.lifecycle import Group, Trajectory
@@ -45,7 +45,7 @@ from staleflow.servers.payloads import Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.servers.weights import reclaim
 from staleflow.tasks.opening import TaskSet
-from staleflow.types import Evaluate, Evaluated, News, Pushed, Ready, Saved, Trained
+from staleflow.types import Evaluate, Evaluated, Pushed, Ready, Report, Saved, Trained
 
 __all__ = ["LocalRun", "RunError"]
 
@@ -90,7 +90,7 @@ class LocalRun:
         self._training = False
         self._began = self._cpu_began = 0.0
         self._before_s = 0.0
-        """Seconds of training in earlier lives of the run."""
+        """Seconds of training in earlier attempts of the run."""
         self._shown_s = 0.0
         """CPU seconds for what people look at."""
         self._report: Trained | None = None
@@ -143,15 +143,15 @@ class LocalRun:
     def _open(self) -> None:
         """The state of the run: empty, or that of the checkpoint."""
         config = self.config
-        self._life = self.directory.lives + 1
-        self.journal = DurableJournal(self.directory.journal(self._life), lazy_s=LAZY_S)
+        self._attempt = self.directory.lives + 1
+        self.journal = DurableJournal(self.directory.journal(self._attempt), lazy_s=LAZY_S)
         limits = Limits(config.rollout.max_tokens, self.task.max_prompt_tokens, self.task.vocab_size)
         ledger = StalenessLedger(config.groups, config.staleness, config.redundancy)
         self.payloads = Payloads(limits)
         self.server = TrajectoryServer(ledger, config.group_size, config.extra_members, self.journal, self.payloads)
         if self._checkpoint is not None:
             self.record = unpack_state((self._checkpoint / STATE).read_bytes(), self.server, self.journal)
-            self.record.lives = self._life
+            self.record.lives = self._attempt
             self._before_s = self.record.seconds
         self.server.on_committed = self._committed
         self.server.on_aborted = self._aborted
@@ -172,7 +172,6 @@ class LocalRun:
     def _control(self) -> ControlPlane:
         config = self.config
         port = PoolPort(self._pool, self.task.prompts.problem, self.payloads.token_bytes)
-        self._rewards = rewards = TimedRewards(port, self.costs.reward)
         settings = Settings(
             config.strategies,
             self._cost,
@@ -182,8 +181,9 @@ class LocalRun:
             reward_tries=config.reward.tries,
             pull_s=0.1,
         )
-        trainer = TimedTrainer(self._trainer, self.outbox, self.costs.finish)
-        control = ControlPlane(settings, self.server, trainer, rewards, self.task.prompts, term=self._life)
+        trainer = HeldTrainer(self._trainer, self.outbox, self.costs.finish.add)
+        control = ControlPlane(settings, self.server, trainer, port, self.task.prompts, term=self._attempt)
+        control.scoring.on_answer = self.costs.reward.add
         if config.filter == "no-signal":
             control.filter = no_signal
         return control
@@ -201,23 +201,22 @@ class LocalRun:
     def _from_instance(self, child: Child, message: Any) -> None:
         match message:
             case Ready():
-                life = self.crew.lives[child.name]
-                self.instances[child.name] = RemoteInstance(child, life, self.payloads)
-            case News():
+                self.instances[child.name] = RemoteInstance(child, self.crew.incarnations[child.name])
+            case Report():
                 port = self.instances[child.name]
-                report = port.hear(message)
+                port.hear(message)
                 self.costs.hear(message.costs)
                 if not child.ready.is_set():
                     child.ready.set()
                     if self._training:
                         self.control.join(port)
                 elif self._training:
-                    self.control.on_report(report)
+                    self.control.on_report(message)
 
     def _instance_ended(self, child: Child) -> None:
         self.notes = (f"{child.name} died and is replaced: {child.last_words()}",)
         if (port := self.instances.get(child.name)) is not None:
-            self.record.instance_busy_s += port.load.busy_s
+            self.record.instance_busy_s += port.busy_s
         if self._training:
             self.control.left(child.name)
 
@@ -226,7 +225,7 @@ class LocalRun:
             case Ready(version=version):
                 child.ready.set()
                 self._trainer.version = version
-                if self.crew.lives[child.name] > 1:
+                if self.crew.incarnations[child.name] > 1:
                     self._trainer_back(version)
             case Pushed(version=version):
                 self._trainer.version = version
@@ -273,7 +272,6 @@ class LocalRun:
 
     def _on_scored(self, name: str, reward: float) -> None:
         self._failures = 0
-        self._rewards.answered(name)
         self.control.on_scored(name, reward)
 
     def _on_score_failed(self, name: str, why: str) -> None:
@@ -301,7 +299,7 @@ class LocalRun:
 
     @property
     def control_share(self) -> float:
-        """Of one core, in this life of the run."""
+        """Of one core, in this attempt of the run."""
         return self._control_s / max(1e-9, time.monotonic() - self._began) if self._began else 0.0
 
     async def _train(self) -> None:
@@ -331,9 +329,9 @@ class LocalRun:
             self.record.control_s += self._control_s
             self.record.instance_s += len(self.instances) * (time.monotonic() - self._began)
             for port in self.instances.values():
-                self.record.instance_busy_s += port.load.busy_s
+                self.record.instance_busy_s += port.busy_s
             for name, child in self.crew.children.items():
-                used = child.cpu_s - (cpu[name] if self.crew.lives[name] == 1 else 0.0)
+                used = child.cpu_s - (cpu[name] if self.crew.incarnations[name] == 1 else 0.0)
                 self.record.cpu_s[name] = self.record.cpu_s.get(name, 0.0) + used
 
     def _interrupt(self) -> None:
@@ -366,7 +364,7 @@ class LocalRun:
         self.record.trained(
             report.facts, report.token_staleness, report.trajectory_staleness, report.busy_s, report.idle_s
         )
-        busy_s = self.record.instance_busy_s + sum(port.load.busy_s for port in self.instances.values())
+        busy_s = self.record.instance_busy_s + sum(port.busy_s for port in self.instances.values())
         busy_s, self._instances_busy_s = busy_s - self._instances_busy_s, busy_s
         self._metrics.write(
             {
