@@ -144,8 +144,8 @@ class TorchEngine:
         self._ahead = None
         prefilled = self.scheduler.prefilled - prefilled
         if flight is not None:
-            self._ahead = self._launch_following(flight)
             context = int(self.rows.position[flight.order].sum())
+            self._ahead = self._launch_following(flight)
             made = self._take_in(flight, flight.collect(), finished)
             if not prefilled:
                 self._last = (flight.decoding, context, time.perf_counter() - started)

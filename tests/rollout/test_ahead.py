@@ -91,7 +91,7 @@ def seen(outputs: list[tuple[int, StepOutput]]) -> list[Any]:
     return [
         (
             version,
-            (output.made, output.prefilled, output.context),
+            (output.made, output.prefilled),
             [(r.name, r.reason, r.tokens, r.spans, r.kv_version) for r in (*output.finished, *output.returned)],
         )
         for version, output in outputs

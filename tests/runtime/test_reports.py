@@ -273,6 +273,30 @@ def test_a_report_that_cannot_be_true_costs_one_trajectory_its_progress_and_nobo
     on_virtual_time(main())
 
 
+def test_a_version_that_an_instance_holds_before_the_trainer_has_said_so_does_not_end_the_run() -> None:
+    """The store hands out the newest version, and two messages about it race."""
+
+    async def main() -> None:
+        world = World(batch=1)
+        world.start()
+        await asyncio.sleep(1)
+        world.finish_and_score("p0/0")
+        instance, member = world.instances["i0"], world.control.members["i0"]
+        begun = TrajectoryNews("p1/0", 1, ((1, 5),))
+        world.control.on_report(instance.report(pulled=1))
+        world.control.on_report(instance.report(progress=[begun]))
+        await asyncio.sleep(1)
+        assert (world.server.ledger.version, member.version) == (0, 0)
+        assert world.server.groups["p1"].version == 0
+        world.push()
+        assert (member.version, member.pulling) == (1, None)
+        await asyncio.sleep(1)
+        assert all(work.epoch for work in instance.submitted)
+        assert "p2/0" in {work.trajectory for work in instance.submitted}
+
+    on_virtual_time(main())
+
+
 def test_a_trajectory_that_only_ever_gets_bad_reports_is_given_up_with_its_group() -> None:
     async def main() -> None:
         world = World()
