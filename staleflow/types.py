@@ -29,6 +29,10 @@ Spans = tuple[tuple[int, int], ...]
 StepState = Literal["open", "ready", "stuck"]
 
 
+def token_count(spans: Spans) -> int:
+    return spans[0][1] if len(spans) == 1 else sum(count for _, count in spans)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """What one step trains on: its groups, earliest deadline first and then in the order they were completed.

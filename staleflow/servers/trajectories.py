@@ -23,7 +23,7 @@ from staleflow.servers.journal import Event, Journal
 from staleflow.servers.lifecycle import Group, State, Trajectory
 from staleflow.servers.payloads import BadReportError, Payloads
 from staleflow.servers.state import to_state
-from staleflow.types import Chunk, Row, Spans, Work
+from staleflow.types import Chunk, Row, Spans, Work, token_count
 
 ON_AN_INSTANCE: tuple[State, ...] = ("running", "interrupted")
 UNFINISHED: tuple[State, ...] = ("queued", *ON_AN_INSTANCE)
@@ -120,7 +120,7 @@ class TrajectoryServer(Book):
     def stream(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None = None) -> bool:
         """Tokens so far, and those among them that are new. Keeps the longer of what is known and what is reported."""
         trajectory = self._current(name, epoch, ON_AN_INSTANCE)
-        if trajectory is None or tokens(spans) <= trajectory.generated:
+        if trajectory is None or token_count(spans) <= trajectory.generated:
             return False
         news = self._checked(trajectory, spans, chunk)
         if not self._within(trajectory.group, spans):
@@ -280,7 +280,7 @@ class TrajectoryServer(Book):
             )
         if self.payloads is None:
             return None
-        news = self.payloads.checked(name, trajectory.generated, tokens(spans), chunk)
+        news = self.payloads.checked(name, trajectory.generated, token_count(spans), chunk)
         return (name, news) if news is not None and news.tokens else None
 
     def _within(self, group: Group, spans: Spans) -> bool:
@@ -316,7 +316,3 @@ def extends(old: Spans, new: Spans) -> bool:
     return (
         len(new) > last and new[:last] == old[:last] and new[last][0] == old[last][0] and new[last][1] >= old[last][1]
     )
-
-
-def tokens(spans: Spans) -> int:
-    return spans[0][1] if len(spans) == 1 else sum(count for _, count in spans)

@@ -23,7 +23,7 @@ from typing import Any
 from staleflow.rollout.engine import EngineError, Load, Part, Reason, Request, Result, StepOutput, WeightSource
 from staleflow.simulate import kv
 from staleflow.simulate.instance import Event, Finished, Instance, Paused
-from staleflow.types import Failed, InstanceState, Spans
+from staleflow.types import Failed, InstanceState, Spans, token_count
 
 
 @dataclass(slots=True, eq=False)
@@ -216,7 +216,7 @@ class SimEngine:
             return f"request {name} is already here: interrupt or abort it first"
         if not request.prompt:
             return f"request {name} has an empty prompt: give at least one token"
-        if tokens != sum(count for _, count in request.spans):
+        if tokens != token_count(request.spans):
             return f"request {name} resumes with {tokens} tokens and spans {request.spans}: give one of each per token"
         if tokens >= length:
             return f"request {name} already has its {length} tokens: raise max_tokens"

@@ -16,8 +16,8 @@ from staleflow.runtime.ports import Heard
 from staleflow.simulate.clock import VirtualLoop
 from staleflow.simulate.engine import SimEngine
 from staleflow.simulate.weights import SimWeights
-from staleflow.types import Command, Report, Work
-from staleflow.workers.rollout import STREAM_S, RolloutWorker, count
+from staleflow.types import Command, Report, Work, token_count
+from staleflow.workers.rollout import STREAM_S, RolloutWorker
 
 HEARTBEAT_S = 10.0
 """The state is looked at when something has happened, and otherwise this often."""
@@ -227,5 +227,5 @@ class SimRollout:
 
 def requested(work: Work) -> Request:
     """What the modelled engine is asked for: it needs to know how many tokens there are, not which."""
-    prompt, tokens = range(work.prompt_tokens), range(count(work.spans))
+    prompt, tokens = range(work.prompt_tokens), range(token_count(work.spans))
     return Request(work.trajectory, work.epoch, prompt, tokens, (), work.spans, work.group, TO_THE_END)

@@ -45,6 +45,7 @@ from staleflow.types import (
     Submit,
     TrajectoryNews,
     Work,
+    token_count,
 )
 from staleflow.workers.link import Gone, Link
 from staleflow.workers.meter import Meter
@@ -138,7 +139,7 @@ class RolloutWorker:
     def _submit(self, work: list[Work]) -> None:
         self._abort([each.trajectory for each in work if each.trajectory in self._held])
         for each in work:
-            self._held[each.trajectory] = _Held(each.epoch, count(each.spans))
+            self._held[each.trajectory] = _Held(each.epoch, token_count(each.spans))
         self.engine.submit([self._request_of(each) for each in work])
 
     def _abort(self, names: list[str]) -> None:
@@ -174,7 +175,7 @@ class RolloutWorker:
             for name, held in self._held.items():
                 if (everything or not held.told) and (part := self.engine.peek(name, held.told)) is not None:
                     progress.append(_news(name, held, *part))
-                    held.told = count(part.spans)
+                    held.told = token_count(part.spans)
         report = Report(
             self.name,
             self.applied.incarnation,
@@ -202,10 +203,6 @@ class RolloutWorker:
 
 def _news(name: str, held: _Held, spans: Spans, tokens: list[int], logprobs: list[float]) -> TrajectoryNews:
     return TrajectoryNews(name, held.epoch, spans, Chunk.of(held.told, tokens, logprobs) if tokens else None)
-
-
-def count(spans: Spans) -> int:
-    return spans[0][1] if len(spans) == 1 else sum(tokens for _, tokens in spans)
 
 
 class Requests:

@@ -11,8 +11,8 @@ from staleflow.protocol import StalenessLedger
 from staleflow.servers.journal import Journal
 from staleflow.servers.lifecycle import Trajectory
 from staleflow.servers.payloads import Chunk, Limits, Payloads
-from staleflow.servers.trajectories import TrajectoryServer, tokens
-from staleflow.types import Spans
+from staleflow.servers.trajectories import TrajectoryServer
+from staleflow.types import Spans, token_count
 from tests.servers.worlds import Source, state_of
 
 LIMITS = Limits(max_tokens=40, max_prompt_tokens=10_000, vocab_size=50_000)
@@ -78,8 +78,8 @@ class Life:
             version = max(self.server.ledger.version, one.spans[-1][0] if one.spans else 0)
             more = self.random.randrange(12)
             spans: Spans = (*one.spans, (version, more)) if more else one.spans
-            total = min(tokens(spans), LIMITS.max_tokens)
-            if total < tokens(spans):
+            total = min(token_count(spans), LIMITS.max_tokens)
+            if total < token_count(spans):
                 return
             start = self.random.randrange(one.generated + 1)
             chunk = content(one.name, start, total)
