@@ -125,7 +125,8 @@ def _level(rollout: SimRollout) -> int:
     """Sequences that it runs now: none while it loads weights or hangs."""
     if not rollout.up:
         return DOWN
-    return 0 if rollout.engine.paused else rollout.engine.running + rollout.engine.prefilling
+    model = rollout.engine.instance
+    return 0 if model.paused else model.running + model.prefilling
 
 
 def _chosen(rollouts: list[SimRollout]) -> list[SimRollout]:
