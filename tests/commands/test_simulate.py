@@ -86,8 +86,8 @@ def test_the_last_unfinished_segment_counts_as_busy() -> None:
     cluster.run()
     now = cluster.loop.time()
     for rollout in cluster.rollouts:
-        counted = busy_seconds(rollout.engine, now)
-        engine = copy.deepcopy(rollout.engine)
+        counted = busy_seconds(rollout.engine.instance, now)
+        engine = copy.deepcopy(rollout.engine.instance)
         engine.crash(now)  # counts what is under way, to the second
         assert counted == pytest.approx(engine.busy_seconds, abs=0.2)
 
