@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         setting, notes = measured_setting(options, wanted)
     else:
         config, setting = read_setting(options, wanted)
-        notes = assumptions(config)
+        notes = assumptions(config, setting)
     if "steps" not in wanted.names:
         setting = replace(setting, steps=STEPS)
     with stuck_is_told():

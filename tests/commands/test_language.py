@@ -65,7 +65,7 @@ def test_every_preset_can_be_simulated_but_where_a_model_is_missing(name: str) -
         config.rollout.instances,
         config.rollout.max_running,
     )
-    assert (assumptions(config) == []) == name.startswith("paper")
+    assert (assumptions(config, setting) == []) == name.startswith("paper")
 
 
 def test_a_file_of_train_is_simulated_compared_and_planned(

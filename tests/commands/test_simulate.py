@@ -142,6 +142,14 @@ def test_a_trace_is_trained_with_the_lengths_it_records(tmp_path: Path, capsys: 
     assert (row["lost_groups"], row["repeated_groups"]) == (0, 0)
 
 
+def test_a_cap_that_cuts_recorded_lengths_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("prompt_tokens,output_tokens\n10,20\n10,20\n10,20\n10,90\n")
+    row = simulate(capsys, "--trace", str(trace), "max_tokens=50")
+    assert row["trained_tokens"] == 8 * 4 * (3 * 20 + 50)
+    assert row["notes"][0].startswith("rollout.max_tokens=50 cuts off 25.0% of the recorded responses")
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
