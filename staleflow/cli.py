@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from staleflow import __version__
-from staleflow.commands import compare, plan, profile, simulate, train
+from staleflow.commands import clean, compare, plan, profile, simulate, train
 from staleflow.commands.common import refuse
 from staleflow.errors import StaleFlowError
 
@@ -27,12 +27,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="staleflow", description="RL post-training under a strict staleness bound.")
     parser.add_argument("--version", action="version", version=f"staleflow {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (train, simulate, compare, plan, profile):
+    for command in (train, simulate, compare, plan, profile, clean):
         command.add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
-    if unknown := [each for each in rest if each.startswith("-")]:
+    if unknown := [each for each in rest if each.startswith("-") or "words" not in options]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; see staleflow {options.command} --help")
-    options.words += rest  # argparse takes one run of positional arguments; between options there may be more
+    if rest:  # argparse takes one run of positional arguments; between options there may be more
+        options.words += rest
     return options
 
 
@@ -43,6 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, a folder that is not ours
         return refuse(error)
     except StaleFlowError as error:
-        return refuse(error, 1 if isinstance(error, RuntimeError) else 2)
+        return refuse(error, error.exit_code)
     except KeyboardInterrupt:
         return refuse("interrupted", INTERRUPTED)

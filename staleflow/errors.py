@@ -9,6 +9,8 @@ mistake of ours and keeps its traceback.
 class StaleFlowError(Exception):
     """The base of all errors that a user can put right."""
 
+    exit_code = 2
+
 
 class ConfigError(StaleFlowError, ValueError):
     """A setting is unknown, out of range or contradicts another."""

@@ -11,6 +11,8 @@ def write_whole(path: Path, text: str) -> None:
     try:
         with open(handle, "w", encoding="utf-8") as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.chmod(draft, 0o644)
         os.replace(draft, path)
     except BaseException:

@@ -11,17 +11,19 @@ import argparse
 import asyncio
 import json
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from staleflow.commands.common import Subparsers, add_settings, asked
-from staleflow.config import Config, ConfigError, check, differences, estimate, load, this_machine, to_yaml
+from staleflow.config import Config, ConfigError, check, differences, estimate, load, this_machine
 from staleflow.config.costs import guessed
 from staleflow.config.presets import LAPTOP
-from staleflow.files import write_whole
 from staleflow.reward.function import BAD_REWARD
+from staleflow.run.checkpoints import Choice, newest
 from staleflow.run.directory import RunDirectory
-from staleflow.run.state import newest
+from staleflow.run.resuming import prepared, resumable
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells expect it."""
@@ -50,23 +52,30 @@ def run(options: argparse.Namespace) -> int:
     check(config, machine)
     if options.dry_run:
         return 0
-    checkpoint = None
-    if directory is not None:
-        checkpoint = newest(directory.checkpoints)
-        if checkpoint is None:
-            raise ConfigError(f"{directory.path} has no checkpoint to continue from: start a new run")
-        write_whole(directory.config_file, to_yaml(config))
-    name = wanted.source or LAPTOP
-    summary = train(config, directory, checkpoint, name, plain=options.plain, quiet=options.json)
+    with ExitStack() as held:
+        choice = None
+        if directory is not None:
+            held.enter_context(directory.owned())
+            choice = resumable(directory, config)
+            for note in choice.notes:
+                print(f"staleflow: {note}", file=sys.stderr)
+        name = wanted.source or LAPTOP
+        summary = train(config, directory, choice, held, name=name, plain=options.plain, quiet=options.json)
     if options.json:
         print(json.dumps(summary))
     return INTERRUPTED if summary["interrupted"] else 0
 
 
 def train(
-    config: Config, directory: RunDirectory | None, checkpoint: Path | None, name: str, plain: bool, quiet: bool
+    config: Config,
+    directory: RunDirectory | None,
+    choice: Choice | None,
+    held: ExitStack,
+    name: str,
+    plain: bool,
+    quiet: bool,
 ) -> dict[str, Any]:
-    """Everything heavy happens in here."""
+    """Everything heavy happens in here. ``held``: until when a new run directory is owned."""
     from staleflow.observe.terminal import TerminalView
     from staleflow.run.status import status_of
     from staleflow.runtime.local.run import LocalRun
@@ -74,9 +83,13 @@ def train(
 
     out = sys.stderr if quiet else sys.stdout
     asyncio.run(try_reward(config))
-    model = model_folder(config, lambda step, loss: _warming(step, loss, out))
-    task = open_task(config, model)
-    directory = directory or RunDirectory.create(config, Path(name).stem)
+    model = model_folder(config.model, config.cache, config.seed, lambda step, loss: _warming(step, loss, out))
+    task = open_task(config.data, model, config.seed, config.evaluation.problems)
+    checkpoint = None
+    if directory is None or choice is None:
+        directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
+    else:
+        checkpoint = prepared(directory, config, choice, task.fingerprint, model)
     print(f"run {directory.path}", file=out, flush=True)
     view = TerminalView(out, plain=plain)
 
@@ -102,20 +115,18 @@ async def try_reward(config: Config) -> None:
 
     An exception is let pass: it may be about the empty response, and real ones are retried and reported.
     """
-    from staleflow.reward.pool import RewardPool, Settings
+    from staleflow.reward.pool import RewardPool
     from staleflow.tasks.opening import first_problem
 
     answers: asyncio.Queue[str] = asyncio.Queue()
-    settings = Settings(workers=1, timeout_s=config.reward.timeout_s)
     pool = RewardPool(
-        config.reward.function,
-        settings,
+        replace(config.reward, workers=1),
         on_reward=lambda _name, _reward: answers.put_nowait(""),
         on_failure=lambda _name, why: answers.put_nowait(why),
     )
     try:
         await pool.start()
-        pool.submit("a try", first_problem(config))
+        pool.submit("a try", first_problem(config.data, config.seed))
         why = await answers.get()
     finally:
         await pool.close()

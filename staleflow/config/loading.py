@@ -12,7 +12,7 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -146,9 +146,9 @@ def _put(tree: Tree, dotted: str, value: Any) -> None:
     """Set one setting. Beyond its name, the path continues inside its value: ``data.arguments.digits``."""
     section, *rest = dotted.split(".")
     if section not in SECTIONS:
-        if rest:
+        if rest[1:] or (rest and "dict" not in str(get_type_hints(Config).get(section))):
             raise ConfigError(unknown(dotted))
-        tree[section] = _as_text(section, value)
+        tree[section] = {**_copy(tree, section, dotted), rest[0]: value} if rest else _as_text(section, value)
         return
     name, *inside = rest
     kind = type_of(f"{section}.{name}")

@@ -7,7 +7,7 @@ folders of these names. ``gsm8k-smollm`` needs a path: ``data.source=.../train.j
 
 from typing import Any
 
-from staleflow.config.schema import ADDER, SMOLLM
+from staleflow.tasks.options import ADDER, SMOLLM
 
 Tree = dict[str, Any]
 PLAIN = "plain"

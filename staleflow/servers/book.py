@@ -42,7 +42,7 @@ class Book:
         self._dropped: list[str] = []
         """Names whose payload the event that is being applied makes needless."""
         self._news: list[Callable[[], None]] = []
-        """What listeners are to be told of the event that is being applied, once it is written."""
+        """Calls of listeners for the event that is being applied, made once it is written."""
 
     def hold(self, group: Group) -> None:
         """A group is live from now on."""

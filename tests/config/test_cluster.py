@@ -10,7 +10,6 @@ from staleflow.config import PRESETS, ConfigError, differences, load, to_yaml
 from staleflow.config.cluster import COEFFICIENTS
 from staleflow.config.convert import NAMES, RENAMED, full_name
 from staleflow.config.costs import engine_costs, guessed, training_cost, weight_bytes
-from staleflow.config.rules import value_of
 from staleflow.config.sizes import sizes_of
 from staleflow.coordinator.cost import CostModel
 
@@ -100,5 +99,5 @@ def test_the_section_survives_a_file(name: str, tmp_path: Path) -> None:
     config = load(name, ["between=0.3", "cluster.reward_s=2"])
     (tmp_path / "a.yaml").write_text(to_yaml(config))
     again = load(str(tmp_path / "a.yaml"))
-    assert value_of(again, "cluster.between") == 0.3
+    assert again.cluster.between == 0.3
     assert again == config

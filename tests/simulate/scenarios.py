@@ -63,11 +63,13 @@ def setting_of(seed: int) -> Setting:
     )
 
 
-def run(seed: int, count: int = 6, setting: Setting | None = None) -> Cluster:
-    """One run with ``count`` faults, checked after every instant and at the end."""
-    cluster = Cluster(setting or setting_of(seed), seed, shuffle=seed % 2 == 1)
+def run(
+    seed: int, count: int = 6, setting: Setting | None = None, names: tuple[str, ...] = tuple(faults.FAULTS)
+) -> Cluster:
+    """One run with ``count`` faults among those named, checked after every instant and at the end."""
+    cluster = Cluster(setting or setting_of(seed), seed, keep_journal=True, shuffle=seed % 2 == 1)
     if count:
-        faults.arm(cluster, count)
+        faults.arm(cluster, count, names)
     invariants.watch(cluster, every=1 if seed % 10 == 0 else 16)
     cluster.run()
     assert cluster.control.ledger.version == cluster.setting.steps

@@ -131,11 +131,11 @@ def test_a_trajectory_that_comes_again_before_its_first_life_has_left_is_kept_ap
 
 def test_tokens_carry_the_version_that_made_them_over_a_pull() -> None:
     worker = Worker()
-    worker.weights.version = 1
 
     def script() -> None:
         worker.rollout.pull(Fence(1, 0, 1), 0)
         worker.rollout.submit(Fence(1, 0, 2), work("a"))
+        worker.loop.at(1.2, setattr, worker.weights, "version", 1)
         worker.loop.at(1.3, worker.rollout.pull, Fence(1, 0, 3), 1)
 
     worker.run(script)

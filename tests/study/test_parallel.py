@@ -13,6 +13,8 @@ from staleflow.runtime.control import StalledError
 from staleflow.simulate.clock import DeadlockError
 from staleflow.study.parallel import ONE_THREAD, Row, Run, Runner, Unit
 
+pytestmark = pytest.mark.processes
+
 
 def seen(number: int) -> Row:
     return {"number": number, "pid": os.getpid(), "threads": [os.environ.get(name) for name in ONE_THREAD]}
