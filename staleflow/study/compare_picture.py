@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from staleflow.observe.chart import HEIGHT, Line, chart, document, stacked
+from staleflow.observe.chart import HEIGHT, Curve, chart, document, stacked
 from staleflow.simulate.cluster import Cluster
 from staleflow.study.compare import Comparison, Row
 from staleflow.study.peers import STALEFLOW, Policy
@@ -14,7 +14,7 @@ from staleflow.study.timeline import Timeline, elements
 
 def picture(comparison: Comparison, rows: Sequence[Row]) -> str:
     lines = [
-        Line(
+        Curve(
             policy.name,
             [(row["staleness"], row["trained_tokens_per_s"], row["ci95"] or 0.0) for row in _of(policy, rows)],
             dashed=not policy.promises_bound,

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from staleflow.errors import StaleFlowError
+from staleflow.errors import RunError
 from staleflow.servers.payloads import Row
 from staleflow.training.adapters import adapters_off, merged, prepare
 from staleflow.training.attention import attend_by_rows
@@ -43,7 +43,7 @@ from staleflow.training.work import Group, Work, estimated, shaped, signals, wit
 __all__ = ["Group", "StalenessError", "StepReport", "Trainer", "TrainerOptions"]
 
 
-class StalenessError(StaleFlowError, RuntimeError):
+class StalenessError(RunError):
     """A trajectory is older than the bound allows: a broken promise, not a bad setting."""
 
 
