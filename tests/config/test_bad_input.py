@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.config import ConfigError, load
+from tests import refusals
 
 
 def refused(overrides: list[str], source: str | None = None) -> str:
-    with pytest.raises(ConfigError) as error:
-        load(source, overrides)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return refusals.refused(load, source, overrides)
 
 
 @pytest.mark.parametrize(
