@@ -24,7 +24,7 @@ from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.decide import Decision, decide
 from staleflow.coordinator.situation import Abort, Command, Interrupt, Pull, Route, Truncate
 from staleflow.coordinator.strategies import Strategies
-from staleflow.errors import StaleFlowError
+from staleflow.errors import RunError
 from staleflow.runtime.feed import Feed
 from staleflow.runtime.fleet import Member
 from staleflow.runtime.ports import InstancePort, RewardPort, TrainerPort
@@ -59,7 +59,7 @@ class Settings:
     """First guess of how long a pull takes; measured from then on."""
 
 
-class StalledError(StaleFlowError, RuntimeError):
+class StalledError(RunError):
     """Nothing has happened for so long that nothing will; the message says what the run waits for."""
 
     exit_code = 1

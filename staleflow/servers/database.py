@@ -6,7 +6,7 @@ import sqlite3
 import struct
 from pathlib import Path
 
-from staleflow.errors import StaleFlowError
+from staleflow.errors import RunError
 
 FORMAT = 1
 
@@ -18,7 +18,7 @@ CREATE TABLE payload(id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, size I
 """
 
 
-class JournalError(StaleFlowError, RuntimeError):
+class JournalError(RunError):
     """The journal cannot be opened, read or written; the message says what to do."""
 
 

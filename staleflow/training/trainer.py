@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from staleflow.errors import StaleFlowError
+from staleflow.errors import RunError
 from staleflow.training.adapters import adapters_off, merged, prepare
 from staleflow.training.attention import attend_by_rows
 from staleflow.training.correction import Correction, difference
@@ -43,7 +43,7 @@ from staleflow.types import Row
 __all__ = ["Group", "StalenessError", "StepReport", "Trainer", "TrainerOptions"]
 
 
-class StalenessError(StaleFlowError, RuntimeError):
+class StalenessError(RunError):
     """A trajectory is older than the bound allows: a broken promise, not a bad setting."""
 
 
