@@ -135,5 +135,5 @@ def test_what_cannot_be_true_is_one_line(
 
 def test_a_strategy_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
     run = read_run(run_directory(tmp_path, {"strategies": {"consume": "never"}}))
-    with pytest.raises(ConfigError, match="consume=never is unknown"):
+    with pytest.raises(ConfigError, match="consume=never: write one of stream, batch"):
         run.apply(BASE)
