@@ -14,6 +14,7 @@ import pytest
 from staleflow.commands.train import guess
 from staleflow.config import Config, ConfigError, Machine, check, load
 from staleflow.coordinator.decide import decide
+from staleflow.coordinator.situation import Pull
 from staleflow.coordinator.strategies import SYNCHRONISATION
 from staleflow.registry import Entry, Registry
 from staleflow.reward.function import Response, load_reward
@@ -166,7 +167,7 @@ def test_a_strategy_decides(model: Path) -> None:
     config = configured(model, *SETTINGS["strategies.synchronisation"])
     busy = {"running": 1, "context": 10}
     seen = situation([instance("new", 5), instance("near", 3, **busy), instance("far", 2, **busy)])
-    pulls = [command for command in decide(seen, config.strategies).commands if type(command).__name__ == "Pull"]
+    pulls = [command for command in decide(seen, config.strategies).commands if isinstance(command, Pull)]
     assert [pull.instance for pull in pulls] == ["far"]
     assert SYNCHRONISATION.load("greedy") is not SYNCHRONISATION.load(config.strategies.synchronisation)
 
@@ -280,4 +281,5 @@ def test_registries_do_not_mix_up_names() -> None:
     )
     assert [registry.key(name) for name in ("a", "b:1", "x.c", "m:f", "b", "")] == ["a", "b:", ".c", None, None, None]
     assert registry.problem("m:f") is None
+    assert registry.problem("c") == registry.problem("b"), "an ending is not a name"
     assert registry.problem("b") == ": write one of a, b:..., a .c file, or module:function"
