@@ -131,7 +131,7 @@ async def try_reward(config: Config) -> None:
     from staleflow.tasks.opening import first_problem
 
     answers: asyncio.Queue[str] = asyncio.Queue()
-    settings = Settings(workers=1, timeout_s=config.reward.timeout_s)
+    settings = Settings(workers=1, timeout_s=config.reward.timeout_s, environment=config.reward.environment)
     pool = RewardPool(
         config.reward.function,
         settings,

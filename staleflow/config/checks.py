@@ -147,7 +147,9 @@ def _first_object(setting: str, path: Path) -> Mapping[str, Any]:
         if line is None:
             raise ConfigError(f"{setting}={path}: the file is empty: name one with rows")
         row = json.loads(line)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{setting}={path} cannot be read ({error}): write one JSON object per line") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{setting}={path}: the first line is a {type(row).__name__}: write one JSON object per line")

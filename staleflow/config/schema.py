@@ -56,6 +56,8 @@ class Reward:
     """For one response."""
     tries: int = 3
     """After so many failures the group is released, with the reason, and replaced."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that its workers see, such as a key, beyond what programs need to run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from staleflow.tasks.rows import refuse_unsendable
 from staleflow.tasks.task import Problem, Split, Task, TaskError, held_out
 
 
@@ -32,7 +33,7 @@ def read_jsonl(path: str | Path, prompt: str = "prompt", answer: str | None = "a
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise TaskError(f"{path}, line {number}: no valid JSON ({error}): write one object per line") from None
             if not isinstance(row, dict):
                 raise TaskError(f"{path}, line {number}: a {type(row).__name__}: write one JSON object per line")
@@ -140,6 +141,7 @@ def _problem(where: str, row: Mapping[str, Any], prompt: str, answer: str | None
         if not isinstance(row[column], str):
             kind = type(row[column]).__name__
             raise TaskError(f"{where}: the prompt column {column!r} holds a {kind}: name a column of text")
+    refuse_unsendable(where, row)
     text = row[prompt] if needed == [prompt] else _BRACED.sub(lambda found: row[found[1]], prompt)
     return Problem(text, {**row, "answer": row[answer]} if answer is not None else dict(row))
 

@@ -166,7 +166,7 @@ class LocalRun:
         self._log = os.open(self.directory.log("reward"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._pool = RewardPool(
             config.reward.function,
-            RewardSettings(config.reward.workers, config.reward.timeout_s),
+            RewardSettings(config.reward.workers, config.reward.timeout_s, environment=config.reward.environment),
             self._on_scored,
             self._on_score_failed,
             stderr=self._log,
