@@ -19,6 +19,7 @@ from staleflow.config.rules import mismatches, refuse_values
 from staleflow.config.schema import ADDER, SMOLLM, Config
 from staleflow.config.sizes import Sizes, sizes_of
 from staleflow.config.text import one_line
+from staleflow.config.trainable import refuse_names_of_nothing
 from staleflow.errors import ConfigError
 from staleflow.tasks.smollm import why_not
 from staleflow.tasks.sources import columns, load_function
@@ -50,6 +51,7 @@ def _check(config: Config, machine: Machine | None) -> None:
     for problem in mismatches(config, sizes.vocabulary):
         raise ConfigError(problem)
     _model(config, sizes)
+    refuse_names_of_nothing(config, sizes)
     _data(config)
     _reward(config.reward.function)
     _writable(config.runs, "runs")

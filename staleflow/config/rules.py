@@ -30,6 +30,7 @@ AT_LEAST: dict[int, tuple[str, ...]] = {
 AT_MOST: dict[str, float] = {
     **{"rollout.top_p": 1, "rollout.min_p": 1, "training.gamma": 1, "training.gae_lambda": 1, "training.eps_low": 1},
     "stop_at": 1,
+    **{"evaluation.problems": 1_000_000, "processes.threads": 1024},
 }
 ABOVE_ZERO = (
     *("reward.timeout_s", "rollout.top_p", "training.learning_rate", "training.value_learning_rate"),
@@ -113,6 +114,8 @@ def _data(config: Config) -> Iterator[str]:
         yield "data.template has no {prompt}: write it where the prompt goes"
     if data.system is not None and not data.chat:
         yield "data.system is given without a chat: write data.chat=true, or put it into data.template"
+    if data.chat and data.source == ADDER:
+        yield "data.chat=true, but data.source=adder has no text to chat with: leave it out, or give data.source"
     if data.held_out is not None and data.held_out_count is not None:
         yield "data.held_out and data.held_out_count are both given: leave one out"
 
@@ -142,6 +145,11 @@ def _rollout(config: Config) -> Iterator[str]:
             f"rollout.kv_tokens={rollout.kv_tokens} cannot hold a prompt of {config.longest_prompt} tokens, a response "
             f"of rollout.max_tokens={rollout.max_tokens} and strategies.headroom={headroom}: give "
             f"{longest + headroom} or more"
+        )
+    if rollout.max_running > rollout.kv_tokens:
+        yield (
+            f"rollout.max_running={rollout.max_running} is more than the tokens of rollout.kv_tokens: give at most "
+            f"{rollout.kv_tokens}"
         )
     for name, device in (("rollout.device", rollout.device), ("training.device", config.training.device)):
         if not DEVICE.fullmatch(device):

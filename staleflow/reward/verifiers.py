@@ -31,7 +31,7 @@ MOST_BYTES = 1_000_000
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """A redirected POST would become a GET without its body, and any answer to that would be taken for the reward."""
 
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
 
 

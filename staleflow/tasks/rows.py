@@ -27,6 +27,6 @@ def refuse_unsendable(where: str, row: Mapping[str, Any]) -> None:
         raise TaskError(f"{where}: cannot be sent to a reward worker ({error}): keep to JSON values") from None
     if size > LARGEST:
         raise TaskError(
-            f"{where}: a row of {size / 2**20:,.0f} MiB, more than the {LARGEST // 2**20} MiB that go to a reward worker "
-            "with each response: leave large columns out, or write paths instead"
+            f"{where}: a row of {size / 2**20:,.0f} MiB, more than the {LARGEST // 2**20} MiB that can go to a reward "
+            "worker with each response: leave large columns out, or write paths instead"
         )

@@ -84,7 +84,7 @@ def test_a_service_that_fails_is_a_failure(address: str, path: str, message: str
 
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
 def test_a_redirect_is_not_followed_without_the_body(address: str, code: int) -> None:
-    with pytest.raises(RewardError, match="has moved to /score: give that as reward.function"):
+    with pytest.raises(RewardError, match=r"has moved to /score: give that as reward\.function"):
         ask(f"{address}/moved-{code}")
 
 
