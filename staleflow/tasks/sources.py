@@ -27,12 +27,12 @@ from staleflow.tasks.task import Problem, Split, Task, TaskError, held_out
 def read_jsonl(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
     """One JSON object per line; blank lines are left out."""
     problems: list[Problem] = []
-    with _existing(path).open(encoding="utf-8") as lines:
+    with _existing(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode())
             except (ValueError, RecursionError) as error:
                 raise TaskError(f"{path}, line {number}: no valid JSON ({error}): write one object per line") from None
             if not isinstance(row, dict):
@@ -44,7 +44,12 @@ def read_jsonl(path: str | Path, prompt: str = "prompt", answer: str | None = "a
 def read_parquet(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
     """Reads the whole file; needs pyarrow."""
     parquet = require("pyarrow.parquet", "pyarrow", "Parquet files")
-    rows = parquet.read_table(str(_existing(path))).to_pylist()
+    try:
+        rows = parquet.read_table(str(_existing(path))).to_pylist()
+    except TaskError:
+        raise
+    except Exception as error:  # pyarrow has errors of its own
+        raise TaskError(f"{path} cannot be read ({_line(error)}): give a Parquet file") from None
     where = enumerate(rows, 1)
     return _some([_problem(f"{path}, row {number}", row, prompt, answer) for number, row in where], str(path))
 
