@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from staleflow.config import Config
 from staleflow.config.memory import gigabytes
-from staleflow.errors import StaleFlowError
 
 
 def add_parser(commands: Any) -> None:
@@ -30,11 +28,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from staleflow.run.leftovers import leftovers
 
-    try:
-        found = leftovers(options.runs, options.cache, remove=not options.dry_run)
-    except (StaleFlowError, OSError) as error:
-        print(f"staleflow: error: {error}", file=sys.stderr)
-        return 2
+    found = leftovers(options.runs, options.cache, remove=not options.dry_run)
     if options.json:
         print(json.dumps({"removed": not options.dry_run, "leftovers": [each._asdict() for each in found]}))
         return 0

@@ -28,6 +28,7 @@ for _tag, _pattern, _first in SCALARS:
     for _letter in _first:
         RESOLVERS.setdefault("" if _letter == "\0" else _letter, []).append((_tag, re.compile(f"^(?:{_pattern})$")))
 
+LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 MISREAD = re.compile(r"^(?:y|n|yes|no|on|off)$", re.IGNORECASE)
 OTHERS = {letter: [*RESOLVERS.get(letter, []), (SCALARS[0][0], MISREAD)] for letter in "yYnNoO"}
 """Words that a reader of YAML 1.1 takes for true or false: written in quotes."""
@@ -55,9 +56,16 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """In double quotes, with an escape, where a reader would take a character for the end of a line."""
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if LINE_ENDS.search(data) else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
 
 def parse(text: str) -> Any:
-    """The value that the text says. What is no YAML raises ``ValueError`` with one line that says where."""
+    """The value that the text says. What is not YAML raises ``ValueError`` with one line that says where."""
     try:
         loader = _Loader(text)
         if (node := loader.get_single_node()) is None:
@@ -102,4 +110,6 @@ def short(value: Any) -> str:
 
 
 def render_flow(value: Any) -> str:
-    return yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+    """On one line, as it stands behind an equals sign."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+    return text.removesuffix("...\n").removesuffix("\n")

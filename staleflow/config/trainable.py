@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from staleflow.config.schema import Config
-from staleflow.config.sizes import FAMILIES, Sizes
+from staleflow.config.sizes import Sizes
 from staleflow.errors import ConfigError
+from staleflow.model_json import FAMILIES
 
 LAYER = (
     *(f"self_attn.{name}_proj.weight" for name in "qkvo"),

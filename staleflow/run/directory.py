@@ -7,6 +7,7 @@
         config.yaml     everything that was asked for
         events.db       the journal of the present life of the run
         metrics.jsonl   one line per step
+        decisions.jsonl what the coordinator decided and on what; the latest of it, and decisions.1.jsonl before that
         summary.json    the result
         profile.json    what engine steps took
         logs/           one file per process
@@ -33,6 +34,7 @@ from typing import Any
 
 from staleflow.config import Config, ConfigError, load, to_yaml
 from staleflow.errors import RunError
+from staleflow.files import write_whole
 
 
 class RunDirectory:
@@ -43,6 +45,7 @@ class RunDirectory:
         self.summary = path / "summary.json"
         self.profile = path / "profile.json"
         self.metrics = path / "metrics.jsonl"
+        self.decisions = path / "decisions.jsonl"
         self.config_file = path / "config.yaml"
 
     @classmethod
@@ -109,11 +112,11 @@ class RunDirectory:
             os.close(handle)
 
     def write_config(self, config: Config) -> None:
-        _put(self.config_file, to_yaml(config))
+        write_whole(self.config_file, to_yaml(config))
 
     def write(self, path: Path, values: dict[str, Any]) -> None:
         """As JSON."""
-        _put(path, json.dumps(values, indent=1) + "\n")
+        write_whole(path, json.dumps(values, indent=1) + "\n")
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
@@ -124,16 +127,6 @@ def _names(path: Path) -> Iterator[Path]:
     yield path
     for again in count(2):
         yield path.with_name(f"{path.name}-{again}")
-
-
-def _put(path: Path, text: str) -> None:
-    """All of it or nothing."""
-    draft = path.with_suffix(".draft")
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def _made(path: Path) -> bool:

@@ -15,8 +15,8 @@ from typing import Any
 
 from staleflow.config import Config
 from staleflow.config.resuming import trained
-from staleflow.config.schema import ADDER, SMOLLM
 from staleflow.errors import RunError
+from staleflow.tasks.options import ADDER, SMOLLM
 
 ORIGIN = "origin.json"
 WHOLE = 1 << 24

@@ -7,6 +7,8 @@ else comes through the ports. So the simulator runs it unchanged::
     control.join(instance)              # any time; it gets work once it holds a version
     await control.run(steps=100)
 
+At the commit of the last version the run is over: from then on nothing that anybody says changes its state.
+
 What drives it: ``on_report`` (instances), ``on_scored`` / ``on_score_failed`` (reward workers), ``on_pushed`` /
 ``on_trainer_lost`` / ``on_trainer_back`` (trainer). All may be repeated, late or out of order: the server refuses what
 is not news.
@@ -60,6 +62,8 @@ class Settings:
 class StalledError(StaleFlowError, RuntimeError):
     """Nothing has happened for so long that nothing will; the message says what the run waits for."""
 
+    exit_code = 1
+
 
 class ControlPlane:
     def __init__(
@@ -103,6 +107,7 @@ class ControlPlane:
         """Train until ``steps`` versions have been made."""
         self._steps = steps
         if self.ledger.version >= steps:
+            self._end()
             return
         done = asyncio.create_task(self._done.wait(), name=f"run waits for version {steps}")
         tasks = {
@@ -120,29 +125,36 @@ class ControlPlane:
             for task in tasks:
                 task.cancel()
 
+    @property
+    def over(self) -> bool:
+        """Whether the last version is made. Tasks, timers and messages that are on their way come too late then."""
+        return self._done.is_set()
+
     def stop(self) -> None:
-        """End the run as soon as no step is in training."""
-        if self.ledger.frontier > self.ledger.version:
-            self._steps = self.ledger.frontier
-        else:
+        """End the run now, or with the version of the step that is in training."""
+        self._steps = self.ledger.frontier
+        if self.ledger.version >= self._steps:
             self._end()
 
     # Membership
 
     def join(self, port: InstancePort) -> None:
         """An instance is there, for the first time or in a new life."""
+        if self.over:
+            return
         snapshot = port.snapshot()
         if (known := self.members.get(port.name)) is not None:
             if known.life == snapshot.life:
                 return
             self._lose(known)
-        self.members[port.name] = Member(port, self.term, life=snapshot.life, version=snapshot.version)
+        version = min(snapshot.version, self.ledger.version)
+        self.members[port.name] = Member(port, self.term, snapshot.life, seen=snapshot.version, version=version)
         self._table = None
         self._changed()
 
     def left(self, name: str) -> None:
         """An instance is known to be dead."""
-        if (member := self.members.get(name)) is not None and member.alive:
+        if (member := self.members.get(name)) is not None and member.alive and not self.over:
             self._lose(member)
             self._changed()
 
@@ -184,7 +196,7 @@ class ControlPlane:
 
     def on_report(self, report: Report) -> None:
         member = self.members.get(report.instance)
-        if member is None or report.life != member.life:
+        if member is None or report.life != member.life or self.over:
             return
         member.touched = True
         chunks = report.chunks
@@ -202,15 +214,23 @@ class ControlPlane:
                 member.residents.pop(name, None)
         for name, epoch, why in report.failed:
             self._fault(member, name, epoch, why, "no engine could serve it")
-        if report.pulled is not None and report.pulled > member.version:
-            self.server.note("pull", member.name, report.pulled)
-            member.version = report.pulled
-            self._renew(member, report.pulled)
+        if report.pulled is not None:
+            member.seen = max(member.seen, report.pulled)
+            self._pulled(member)
+        self._changed()
+
+    def _pulled(self, member: Member) -> None:
+        """An instance may hold a version before the trainer's word of it is here. Until then it counts as holding the
+        newest that is known, which is never too young."""
+        version = min(member.seen, self.ledger.version)
+        if version > member.version:
+            self.server.note("pull", member.name, version)
+            member.version, member.touched = version, True
+            self._renew(member, version)
             self._feed.push_on()
         if member.pulling is not None and member.version >= member.pulling:
             member.pulling = None
             self.gauge.pull_ended(member.name, self._now())
-        self._changed()
 
     def _believe(
         self,
@@ -249,7 +269,7 @@ class ControlPlane:
         return news or self.server.give_back(name, epoch, spans)
 
     def on_scored(self, name: str, reward: float) -> None:
-        if not self._scoring.answered(name):
+        if self.over or not self._scoring.answered(name):
             return
         self._news_at = self._now()
         if completed := self.server.score(name, reward):
@@ -263,18 +283,19 @@ class ControlPlane:
             self._release(group, why, again=False)
 
     def on_score_failed(self, name: str, why: str) -> None:
-        self._scoring.failed(name, why)
+        if not self.over:
+            self._scoring.failed(name, why)
 
     def on_pushed(self, version: int) -> None:
         if self._feed.pushed(version):
             self._committed()
 
     def on_trainer_lost(self) -> None:
-        if self._feed.lost():
+        if not self.over and self._feed.lost():
             self._committed()
 
     def on_trainer_back(self) -> None:
-        if self._feed.back():
+        if not self.over and self._feed.back():
             self._committed()
         self._feed.push_on()
 
@@ -288,6 +309,8 @@ class ControlPlane:
             await asyncio.sleep(self.settings.cycle_s)
 
     def _cycle(self) -> None:
+        if self.over:
+            return
         now = self._now()
         self._admit()
         in_training = self.ledger.frontier > self.ledger.version
@@ -384,6 +407,7 @@ class ControlPlane:
 
     def _end(self) -> None:
         self._feed.end()
+        self._scoring.close()
         self._done.set()
 
     def _committed(self) -> None:
@@ -391,6 +415,8 @@ class ControlPlane:
         if self._steps is not None and self.ledger.version >= self._steps:
             self._end()
             return
+        for member in self.members.values():
+            self._pulled(member)
         self._feed.push_on()
         self._changed()
 
@@ -438,13 +464,15 @@ class ControlPlane:
 
     def _watch(self, now: float) -> None:
         """Find instances that died, that came back, or that began a new life."""
+        if self.over:
+            return
         for member in self.members.values():
             snapshot = member.port.snapshot()
             silent = now - snapshot.time > self.settings.instance_timeout_s
             if member.alive and (silent or snapshot.life != member.life):
                 self._lose(member)
             if not member.alive and not silent:
-                member.revive(snapshot)
+                member.revive(snapshot, self.ledger.version)
 
     def _changed(self) -> None:
         self._news_at = self._now()

@@ -48,8 +48,10 @@ class Member:
     """Whether a command or a report has changed what its row should show."""
     lost: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     """What it held when it was taken for dead; to be dropped there should it come back."""
+    seen: int = -1
+    """The version it has reported to hold; -1 before its first pull."""
     version: int = -1
-    """The version it has reported to hold; -1 before its first pull. Tokens it has not reported yet are no older."""
+    """The same as far as the ledger knows that version. Tokens it has not reported yet are no older."""
 
     @property
     def name(self) -> str:
@@ -80,13 +82,14 @@ class Member:
         """Drop what it holds and nobody wants."""
         self.port.abort(self._next(), names)
 
-    def revive(self, snapshot: Snapshot) -> None:
+    def revive(self, snapshot: Snapshot, newest: int) -> None:
         """It is heard of again. In the same life it still holds what was taken from it."""
         if snapshot.life == self.life:
             if self.lost:
                 self.forget(self.lost)
         else:
-            self.life, self.version, self.number = snapshot.life, snapshot.version, 0
+            self.life, self.number = snapshot.life, 0
+            self.seen, self.version = snapshot.version, min(snapshot.version, newest)
         self.alive, self.touched, self.lost = True, True, []
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from staleflow.errors import StaleFlowError
+from staleflow.errors import StaleFlowError, line_of
 
 FORMAT = 1
 
@@ -101,10 +101,9 @@ def readable(path: Path) -> Generator[None]:
     try:
         yield
     except (sqlite3.Error, TypeError, ValueError, KeyError, OverflowError) as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())
         raise JournalError(
-            f"the journal {path} is damaged ({why}): restore it from a copy, or start a new run from the latest "
-            "checkpoint"
+            f"the journal {path} is damaged ({line_of(error)}): restore it from a copy, or start a new run from "
+            "the latest checkpoint"
         ) from error
 
 

@@ -12,15 +12,14 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable
-from typing import Any
 
-from staleflow.coordinator.decide import Decision
+from staleflow.coordinator.decide import Decision, plain
 from staleflow.coordinator.situation import Route
 from staleflow.runtime.control import ControlPlane, Settings
-from staleflow.runtime.filters import no_signal
 from staleflow.runtime.outbox import HeldInstance, HeldRewards, HeldTrainer, Outbox
 from staleflow.runtime.ports import Report, Work
 from staleflow.servers.book import let_go, of_group
+from staleflow.servers.filters import no_signal
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import TOKEN
 from staleflow.servers.trajectories import TrajectoryServer
@@ -29,11 +28,11 @@ from staleflow.simulate.disk import SimJournal
 from staleflow.simulate.instance import Instance
 from staleflow.simulate.network import Network, Remote
 from staleflow.simulate.policy import STALEFLOW, Policy
-from staleflow.simulate.presets import BLOCK, Setting
 from staleflow.simulate.randomness import Keyed
 from staleflow.simulate.recorder import Recorder
 from staleflow.simulate.rewards import SimRewards
 from staleflow.simulate.rollout import SimRollout
+from staleflow.simulate.setting import BLOCK, Setting
 from staleflow.simulate.trainer import SimTrainer
 from staleflow.simulate.weights import SimWeights
 
@@ -70,7 +69,7 @@ class Cluster:
             self.loop,
             self.keyed,
             setting.reward_s,
-            setting.reward_success if setting.filter_uniform else None,
+            setting.reward_success if setting.filter != "none" else None,
             self.scored,
         )
         self.control = self.new_control(term=1)
@@ -84,6 +83,8 @@ class Cluster:
         self._killed = asyncio.Event()
         self._down_s = 0.0
         self._undelivered: list[Report] = []
+        self.late_word_s = 0.0
+        """How long the trainer's word of a new version takes, while instances can see the version already."""
         self.lies: dict[str, int] = {}
         """How many of the next reports of an instance cannot be true."""
         self._targets: dict[str, int] = {}
@@ -194,7 +195,7 @@ class Cluster:
             settings, server, HeldTrainer(self.trainer, outbox), HeldRewards(self.rewards, outbox), self, term
         )
         control.on_decision = self._decided
-        control.filter = no_signal if setting.filter_uniform else control.filter
+        control.filter = no_signal if setting.filter != "none" else control.filter
         return control
 
     def _longest_step_s(self) -> float:
@@ -210,7 +211,8 @@ class Cluster:
         setting = self.setting
         if setting.speed_spread:
             speed *= 1 + setting.speed_spread * (2 * self.keyed.uniform("speed", name) - 1)
-        engine = Instance(setting.rollout, setting.kv_tokens // BLOCK, BLOCK, setting.max_running, setting.chunk, speed)
+        blocks, limits = setting.kv_tokens // BLOCK, (setting.max_running, setting.prefill_tokens)
+        engine = Instance(setting.rollout, blocks, BLOCK, *limits, speed)
         left = self.recorder.left
         return self.rollout_kind(name, self.loop, engine, self.weights, self._target_of, self.report, left)
 
@@ -241,7 +243,14 @@ class Cluster:
         if self.setting.strategies.migration == "gain":  # somebody will ask how large everything is
             for rollout in self.rollouts:
                 rollout.stream()
-        self.control.on_pushed(version)
+        if self.late_word_s:
+            self.loop.call_later(self.late_word_s, self._hear_pushed, version)
+        else:
+            self.control.on_pushed(version)
+
+    def _hear_pushed(self, version: int) -> None:
+        if not self.down:
+            self.control.on_pushed(version)
 
     # What they ask
 
@@ -287,14 +296,5 @@ class Cluster:
 
     def _decided(self, now: float, decision: Decision) -> None:
         if decision.commands:
-            self.journal.append((DECISION, now, encode(decision)))
-
-
-def encode(decision: Decision) -> tuple[Any, ...]:
-    """A decision as plain values: its inputs, and every command but routes, which are events of their own."""
-    commands = tuple(
-        (type(command).__name__, *(getattr(command, name) for name in type(command).__slots__))
-        for command in decision.commands
-        if not isinstance(command, Route)
-    )
-    return tuple(sorted((key, str(value)) for key, value in decision.inputs.items())), commands
+            commands = plain(each for each in decision.commands if not isinstance(each, Route))  # routes are events
+            self.journal.append((DECISION, now, decision.inputs, commands))

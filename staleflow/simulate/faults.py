@@ -4,8 +4,9 @@
 
 Instances crash (and start again), hang, slow down, or join late; the network delays, repeats and reorders; the trainer
 dies before its push, or after it and before anyone was told; reward workers do not answer; instances report what cannot
-be true; the control plane is killed and comes back from its journal, which has lost what was not synced. What must hold
-in spite of all that is in ``invariants.py``.
+be true; the trainer's word of a version comes long after instances have seen the version; the control plane is killed
+and comes back from its journal, which has lost what was not synced. What must hold in spite of all that is in
+``invariants.py``.
 """
 
 from __future__ import annotations
@@ -68,6 +69,11 @@ def lie(cluster: Cluster, random: Random) -> None:
     cluster.lies[random.choice(cluster.rollouts).name] = random.randint(1, 4)
 
 
+def late_word(cluster: Cluster, random: Random) -> None:
+    cluster.late_word_s = random.uniform(0.01, 30)
+    cluster.loop.call_later(random.uniform(20, 200), lambda: setattr(cluster, "late_word_s", 0.0))
+
+
 FAULTS: dict[str, Fault] = {
     each.__name__: each
     for each in (
@@ -81,6 +87,7 @@ FAULTS: dict[str, Fault] = {
         kill_control,
         silent_rewards,
         lie,
+        late_word,
     )
 }
 

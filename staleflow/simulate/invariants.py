@@ -6,6 +6,7 @@ Cheap checks run after every instant; those that look at every trajectory after 
 """
 
 from staleflow.simulate.cluster import Cluster
+from staleflow.simulate.disk import FAULT
 
 
 class BrokenInvariantError(AssertionError):
@@ -23,12 +24,20 @@ def watch(cluster: Cluster, every: int = 64) -> None:
 
     cluster.loop.on_instant = check
     cluster.on_end.append(lambda: check_all(cluster, versions))
+    cluster.on_end.append(lambda: _check_end(cluster))
 
 
 def check_all(cluster: Cluster, versions: dict[tuple[str, int], int] | None = None) -> None:
     _check_instances(cluster, versions if versions is not None else {})
     _check_tokens(cluster)
     _check_groups(cluster)
+
+
+def _check_end(cluster: Cluster) -> None:
+    """Nothing is admitted, routed or reported once the last version is made: what a checkpoint holds is that moment."""
+    kinds = [event[0] for event in cluster.journal.events if event[0] != FAULT]
+    if late := kinds[::-1][: kinds[::-1].index("commit")] if "commit" in kinds else []:
+        raise _broken(cluster, f"the last version is made, and then came {', '.join(reversed(late))}")
 
 
 def _check_training(cluster: Cluster) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from staleflow.runtime.ports import Fence, Report, Snapshot, Work
 from staleflow.simulate.clock import VirtualLoop
@@ -288,15 +289,15 @@ class SimRollout:
         if finished or returned:
             self._report(Report(self.name, self.life, finished=tuple(finished), returned=tuple(returned)))
         if paused and self._pulling is not None:
-            life = self.life
-            self._weights.fetch(lambda: self._pulled(life))
+            self._weights.fetch(partial(self._pulled, self.life))
 
-    def _pulled(self, life: int) -> None:
+    def _pulled(self, life: int, version: int) -> None:
+        """``version`` is loaded: the one that was asked for, or a later one, of which nobody need have heard yet."""
         if life != self.life or not self.up or self._pulling is None:
             return
         now = self._loop.now
         if now < self._hung_until:
-            self._loop.at(self._hung_until, self._pulled, life)
+            self._loop.at(self._hung_until, self._pulled, life, version)
             return
         progress: list[tuple[str, int, Spans]] = []
         for name, generated in self.engine.progress(now):
@@ -304,13 +305,13 @@ class SimRollout:
             if generated > held.marked:
                 held.spans, held.marked = held.stamped(generated, self.version), generated
                 progress.append((held.trajectory, held.epoch, held.spans))
-        self.version, self._pulling = self._pulling, None
+        self.version, self._pulling = version, None
         self.pulls += 1
         self.pull_seconds += now - self._pull_began
         self._report(Report(self.name, self.life, progress=tuple(progress), pulled=self.version))
         if self._pull_next > self.version:
             self._pulling, self._pull_began = self._pull_next, now
-            self._weights.fetch(lambda: self._pulled(life))
+            self._weights.fetch(partial(self._pulled, life))
         else:
             self.engine.resume(now)
         self._arm()

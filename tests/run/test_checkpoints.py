@@ -1,4 +1,4 @@
-"""A damaged checkpoint is named and skipped, never used, whatever happened to it (D7 of the attacks)."""
+"""A damaged checkpoint is named and skipped, never used, whatever happened to it."""
 
 import json
 import shutil

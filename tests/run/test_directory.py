@@ -1,4 +1,4 @@
-"""One owner of a run directory at a time, decided before anything is written (D12 of the attacks)."""
+"""One owner of a run directory at a time, decided before anything is written."""
 
 import os
 import signal

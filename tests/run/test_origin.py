@@ -1,4 +1,4 @@
-"""A checkpoint is resumed with what it was made with, or not at all (D8 of the attacks)."""
+"""A checkpoint is resumed with what it was made with, or not at all."""
 
 import json
 import random

@@ -102,7 +102,7 @@ def test_fences_leave_no_gap_and_begin_again_only_with_a_new_life(actions: list[
             one.pull(at)
         elif action.endswith("life"):
             port.life += action == "new life"
-            one.revive(port.snapshot())
+            one.revive(port.snapshot(), newest=0)
         else:
             getattr(one, action)(work)
     previous = Fence(3, 0, 0)
@@ -115,7 +115,7 @@ def test_fences_leave_no_gap_and_begin_again_only_with_a_new_life(actions: list[
 def test_an_instance_that_only_seemed_dead_is_told_to_drop_what_went_elsewhere() -> None:
     one, port = member()
     one.alive, one.lost = False, [("p0/0", 1), ("p1/0", 1)]
-    one.revive(port.snapshot())
+    one.revive(port.snapshot(), newest=0)
     assert one.alive
     assert port.aborted == [("p0/0", 1), ("p1/0", 1)]
     assert one.lost == []
@@ -126,7 +126,7 @@ def test_a_new_life_holds_nothing_and_is_told_nothing() -> None:
     one.submit(trajectories(100))
     one.alive, one.lost = False, [("p0/0", 1)]
     port.life, port.version = 1, -1
-    one.revive(port.snapshot())
+    one.revive(port.snapshot(), newest=0)
     assert (one.alive, one.life, one.version, one.number) == (True, 1, -1, 0)
     assert port.aborted == []
 

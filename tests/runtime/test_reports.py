@@ -8,7 +8,7 @@ import pytest
 
 from staleflow.coordinator.decide import Decision
 from staleflow.runtime.control import StalledError
-from tests.runtime.fakes import World, on_virtual_time
+from tests.runtime.fakes import FakeInstance, World, on_virtual_time
 from tests.servers.worlds import state_of
 
 
@@ -152,6 +152,80 @@ def test_tokens_of_an_instance_that_seemed_dead_cannot_slip_under_the_bound() ->
         version = world.server.groups["p1"].version
         assert version is not None
         assert all(made >= version for made, _ in silent.spans)
+
+    on_virtual_time(main())
+
+
+def test_whether_the_trainer_or_an_instance_tells_of_a_version_first_does_not_matter() -> None:
+    async def main(trainer_first: bool, joins_late: bool) -> tuple[object, ...]:
+        world = World(batch=1, staleness=2)
+        run = world.start()
+        await asyncio.sleep(1)
+        world.finish_and_score("p0/0")
+        late = FakeInstance("late", version=1)
+        tell = {
+            "trainer": world.push,
+            "i0": lambda: world.control.on_report(world.instances["i0"].report(pulled=1)),
+            "late": lambda: world.control.join(late) if joins_late else None,
+        }
+        for each in tell if trainer_first else reversed(tell):
+            tell[each]()
+        tell["i0"]()
+        await asyncio.sleep(5)
+        assert not run.done(), "the ledger was asked about a version that it did not know"
+        versions = {group.name: group.version for group in world.server.groups.values()}
+        members = {each.name: (each.version, each.pulling) for each in world.control.members.values()}
+        return world.server.ledger.counts(), versions, members, [work.trajectory for work in late.submitted]
+
+    for joins_late in (False, True):
+        first, second = (on_virtual_time(main(trainer_first, joins_late)) for trainer_first in (True, False))
+        assert first == second
+
+
+def test_a_version_that_an_instance_sees_early_counts_only_once_it_is_announced() -> None:
+    async def main() -> None:
+        world = World(batch=1, staleness=2)
+        run = world.start()
+        await asyncio.sleep(1)
+        world.finish_and_score("p0/0")
+        member = world.control.members["i0"]
+        world.control.on_report(world.instances["i0"].report(pulled=1))
+        await asyncio.sleep(5)
+        assert not run.done()
+        assert (member.version, world.server.ledger.version) == (0, 0)
+        world.push()
+        assert (member.version, world.server.ledger.version) == (1, 1)
+        assert {group.version for group in world.server.groups.values() if group.version is not None} == {1}
+
+    on_virtual_time(main())
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_nothing_changes_once_the_last_version_is_made(stopped: bool) -> None:
+    """The laptop run that admitted 44 groups instead of 40: a decision was due when the last step was committed."""
+
+    async def main() -> None:
+        world = World(batch=1, staleness=1, instances=("i0", "i1"))
+        run = world.start(steps=5 if stopped else 1)
+        await asyncio.sleep(1)
+        control, instance = world.control, world.instances["i0"]
+        world.finish_and_score("p0/0")
+        if stopped:
+            control.stop()
+            assert not control.over, "step 0 is in training"
+        world.push()
+        before, count, routed = state_of(world.server), world.journal.position, list(instance.submitted)
+        for _ in range(3):
+            control.on_report(instance.report(finished=(("p1/0", 1, ((0, 9),)),), pulled=1))
+            control.on_scored("p1/0", 1.0)
+            control.on_score_failed("p1/0", "judge is down")
+            control.left("i1")
+            control.join(FakeInstance("i1", life=1))
+            control.on_trainer_lost()
+            control.on_trainer_back()
+            await asyncio.sleep(0)
+        await run
+        assert (state_of(world.server), world.journal.position, instance.submitted) == (before, count, routed)
 
     on_virtual_time(main())
 

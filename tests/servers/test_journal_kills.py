@@ -18,6 +18,8 @@ from staleflow.servers.state import recover
 from staleflow.servers.trajectories import TrajectoryServer
 from tests.servers.lives import Life, image, new_server
 
+pytestmark = pytest.mark.processes
+
 FORK = multiprocessing.get_context("fork")
 
 

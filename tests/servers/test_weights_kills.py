@@ -23,6 +23,8 @@ from tests.servers.weights_children import (
     zeros,
 )
 
+pytestmark = pytest.mark.processes
+
 LONGEST_LIFE_S = 0.012
 
 

@@ -8,8 +8,8 @@ from staleflow.runtime.ports import Fence, Report, Work
 from staleflow.simulate.clock import VirtualLoop
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.instance import Instance
-from staleflow.simulate.presets import preset
 from staleflow.simulate.rollout import STREAM_S, SimRollout
+from staleflow.simulate.setting import preset
 from staleflow.simulate.weights import SimWeights
 
 STEP = preset("paper-14b").rollout
@@ -131,11 +131,11 @@ def test_a_trajectory_that_comes_again_before_its_first_life_has_left_is_kept_ap
 
 def test_tokens_carry_the_version_that_made_them_over_a_pull() -> None:
     worker = Worker()
-    worker.weights.version = 1
 
     def script() -> None:
         worker.rollout.pull(Fence(1, 0, 1), 0)
         worker.rollout.submit(Fence(1, 0, 2), work("a"))
+        worker.loop.at(1.2, setattr, worker.weights, "version", 1)
         worker.loop.at(1.3, worker.rollout.pull, Fence(1, 0, 3), 1)
 
     worker.run(script)

@@ -16,6 +16,8 @@ from tests.training.test_trainer import VOCABULARY, groups_of
 from tests.training.trainer_process import STORE, TrainerProcess
 from tests.workers.test_trainer import sent
 
+pytestmark = pytest.mark.processes
+
 PLAIN = ("training.learning_rate=0.01",)
 ADAPTERS_AND_VALUES = (*PLAIN, "training.lora_rank=2", "training.advantage=gae", "training.updates_per_step=2")
 

@@ -20,21 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.config import Config
-from staleflow.config.schema import ADDER
+from staleflow.config.machine import free_memory
+from staleflow.config.memory import trajectory_bytes
 from staleflow.coordinator.cost import CostModel
 from staleflow.observe.metrics import MetricsLog
 from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
-from staleflow.reward.pool import Settings as RewardSettings
 from staleflow.run.checkpoints import checkpoints
 from staleflow.run.costs import RunCosts, TimedRewards, TimedTrainer
+from staleflow.run.decisions import DecisionLog
 from staleflow.run.directory import RunDirectory
 from staleflow.run.origin import ORIGIN, origin_of
 from staleflow.run.parts import sizes
 from staleflow.run.record import Record
 from staleflow.run.state import STATE, pack_state, unpack_state
 from staleflow.runtime.control import ControlPlane, Settings
-from staleflow.runtime.filters import no_signal
 from staleflow.runtime.local.crew import Crew, RunError
 from staleflow.runtime.local.placement import placement
 from staleflow.runtime.local.process import Child
@@ -42,11 +42,13 @@ from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.outbox import Outbox
 from staleflow.servers.book import let_go
 from staleflow.servers.durable import DurableJournal
+from staleflow.servers.filters import FILTERS
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.servers.weights import claim
 from staleflow.tasks.opening import TaskSet
+from staleflow.tasks.options import ADDER
 from staleflow.training.checksums import REMOVED
 from staleflow.types import Evaluate, Evaluated, News, Pushed, Ready, Saved, Trained
 
@@ -91,6 +93,7 @@ class LocalRun:
         self._checkpoint = checkpoint
         self._origin = origin_of(config, task.fingerprint, model)
         self._metrics = MetricsLog(directory.metrics)
+        self._decisions = DecisionLog(directory.decisions, on_trouble=lambda why: setattr(self, "notes", (why,)))
         self._training = False
         self._began = self._cpu_began = 0.0
         self._before_s = 0.0
@@ -150,7 +153,8 @@ class LocalRun:
         config = self.config
         self._life = self.directory.lives + 1
         self.journal = DurableJournal(self.directory.journal(self._life), lazy_s=LAZY_S)
-        limits = Limits(config.rollout.max_tokens, self.task.max_prompt_tokens, self.task.vocab_size)
+        memory = trajectory_bytes(config, free_memory())
+        limits = Limits(config.rollout.max_tokens, self.task.max_prompt_tokens, self.task.vocab_size, memory)
         ledger = StalenessLedger(config.groups, config.staleness, config.redundancy)
         self.payloads = Payloads(limits)
         self.server = TrajectoryServer(ledger, config.group_size, config.extra_members, self.journal, self.payloads)
@@ -165,8 +169,7 @@ class LocalRun:
         self._trainer = RemoteTrainer(self.crew, self.server, self.server.ledger.version)
         self._log = os.open(self.directory.log("reward"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._pool = RewardPool(
-            config.reward.function,
-            RewardSettings(config.reward.workers, config.reward.timeout_s, environment=config.reward.environment),
+            config.reward,
             self._on_scored,
             self._on_score_failed,
             stderr=self._log,
@@ -189,8 +192,8 @@ class LocalRun:
         )
         trainer = TimedTrainer(self._trainer, self.outbox, self.costs.finish)
         control = ControlPlane(settings, self.server, trainer, rewards, self.task.prompts, term=self._life)
-        if config.filter == "no-signal":
-            control.filter = no_signal
+        control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
+        control.filter = FILTERS.bound(config.filter, {}, config.filter_arguments)
         return control
 
     async def _start(self) -> None:
@@ -282,6 +285,8 @@ class LocalRun:
         self.control.on_scored(name, reward)
 
     def _on_score_failed(self, name: str, why: str) -> None:
+        if self.control.over:
+            return
         self._failures += 1
         self.notes = (f"reward of {name} failed: {why}",)
         if self._failures >= MOST_FAILURES:
@@ -436,6 +441,7 @@ class LocalRun:
         self.journal.on_durable = lambda: None
         await asyncio.to_thread(self.journal.close)
         self._metrics.close()
+        self._decisions.flush()
 
 
 def differ(group: Group) -> bool:

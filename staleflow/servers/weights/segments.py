@@ -118,7 +118,7 @@ def _map(fd: int, size: int) -> mmap.mmap:
 
 
 def started(pid: int) -> int | None:
-    """When the process started, in the kernel's ticks; 0 if it lives and that cannot be told; None if it is dead.
+    """When the process started, in the kernel's ticks; 0 if it lives and that is unknown; None if it is dead.
 
     With the pid this names one process for good: the next to get the same pid has another start."""
     try:
