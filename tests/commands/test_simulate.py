@@ -15,6 +15,7 @@ from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.setting import preset
 from staleflow.study.result import busy_seconds, distance
 from staleflow.study.timeline import LANES, SAMPLES, Timeline, draw
+from tests.refusals import refused_command
 
 SMALL = ("--instances", "8", "--groups", "8", "--group-size", "4", "--steps", "4")
 
@@ -166,18 +167,7 @@ def test_a_trace_that_cannot_be_is_refused(
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line under which a run is refused."""
-    try:
-        code = main(["simulate", *SMALL, *arguments])
-    except SystemExit as stop:
-        code = stop.code
-    printed = capsys.readouterr()
-    assert code == 2
-    assert printed.out == ""
-    assert printed.err.startswith("staleflow: error: ")
-    assert printed.err.count("\n") == 1
-    assert printed.err.endswith("\n")
-    return printed.err
+    return refused_command(capsys, "simulate", *SMALL, *arguments)
 
 
 @pytest.mark.parametrize(

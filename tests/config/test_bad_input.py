@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 
 from staleflow.config import ConfigError, load
 from staleflow.config.text import render
+from tests import refusals
 
 
 def refused(overrides: list[str], source: str | None = None) -> str:
-    with pytest.raises(ConfigError) as error:
-        load(source, overrides)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return refusals.refused(load, source, overrides)
 
 
 @pytest.mark.parametrize(

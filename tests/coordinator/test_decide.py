@@ -10,7 +10,7 @@ from staleflow.coordinator.decide import decide
 from staleflow.coordinator.situation import Abort, Interrupt, Pace, Pull, Resident, Route, Situation, Truncate
 from staleflow.coordinator.strategies import Strategies
 from staleflow.protocol import StalenessLedger
-from tests.coordinator.situations import clone, fresh, instance, random_situations, same, situation, started
+from tests.coordinator.make_situations import clone, fresh, instance, random_situations, same, situation, started
 
 ANY = st.builds(
     Strategies,

@@ -14,7 +14,7 @@ from staleflow.coordinator.strategies import Strategies
 from staleflow.runtime.fleet import FleetTable, Member
 from staleflow.runtime.situate import movable
 from staleflow.servers.lifecycle import Group, Trajectory
-from tests.coordinator.situations import COST, clone, fresh, instance, same, situation
+from tests.coordinator.make_situations import COST, clone, fresh, instance, same, situation
 from tests.runtime.fakes import FakeInstance
 
 ON = Strategies(migration="gain", headroom=100)

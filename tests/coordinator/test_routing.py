@@ -11,7 +11,7 @@ from staleflow.coordinator.routing import route
 from staleflow.coordinator.situation import Queued, Route, Situation
 from staleflow.coordinator.strategies import ROUTING, Strategies
 from staleflow.protocol import StalenessLedger
-from tests.coordinator.situations import COST, clone, fresh, instance, random_situations, same, situation, started
+from tests.coordinator.make_situations import COST, clone, fresh, instance, random_situations, same, situation, started
 
 WATERFALL = Strategies(mu=0.0)
 Random = tuple[Situation, StalenessLedger]

@@ -10,7 +10,7 @@ from staleflow.coordinator.situation import Pace, Pull, Situation
 from staleflow.coordinator.strategies import SYNCHRONISATION, Strategies
 from staleflow.coordinator.synchronisation import synchronise
 from staleflow.protocol import StalenessLedger
-from tests.coordinator.situations import FLAT, clone, fresh, instance, random_situations, same, situation, started
+from tests.coordinator.make_situations import FLAT, clone, fresh, instance, random_situations, same, situation, started
 
 GAIN = Strategies(synchronisation="gain", horizon=0.1, mu=0.0)
 Random = tuple[Situation, StalenessLedger]

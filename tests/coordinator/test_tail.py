@@ -7,7 +7,7 @@ import pytest
 from staleflow.coordinator.situation import Abort, Pace, Resident, Situation, Truncate
 from staleflow.coordinator.strategies import TAIL, Strategies
 from staleflow.coordinator.tail import end_tail
-from tests.coordinator.situations import instance, situation, started
+from tests.coordinator.make_situations import instance, situation, started
 
 REPLACE, TRUNCATE = Strategies(tail="replace"), Strategies(tail="truncate")
 

@@ -12,7 +12,7 @@ from staleflow.servers.journal import MemoryJournal
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.simulate.clock import VirtualLoop
-from tests.coordinator.situations import COST
+from tests.coordinator.make_situations import COST
 
 Result = TypeVar("Result")
 

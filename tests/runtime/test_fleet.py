@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from staleflow.runtime.fleet import ALL_S, FleetTable, Member
 from staleflow.runtime.ports import Fence, Snapshot
 from staleflow.servers.lifecycle import Group, Trajectory
-from tests.coordinator.situations import COST
+from tests.coordinator.make_situations import COST
 from tests.runtime.fakes import FakeInstance
 
 HEADROOM = 10

@@ -9,7 +9,7 @@ import pytest
 from staleflow.coordinator.decide import Decision
 from staleflow.runtime.control import StalledError
 from tests.runtime.fakes import FakeInstance, World, on_virtual_time
-from tests.servers.worlds import state_of
+from tests.servers.small_server import state_of
 
 
 def test_reports_that_are_late_repeated_or_from_another_life_change_nothing() -> None:

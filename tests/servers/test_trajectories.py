@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from staleflow.protocol import LedgerError, StalenessLedger
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.types import Spans
-from tests.servers.worlds import ALL, Source, empty_server, run_to_score, state_of
+from tests.servers.small_server import ALL, Source, empty_server, run_to_score, state_of
 
 choice = st.sampled_from(range(4096))
 Answer = TypeVar("Answer")

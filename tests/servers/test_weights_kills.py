@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from staleflow.servers.weights import LocalParameterServer, reclaim, segments, slots
-from tests.servers.weights_children import (
+from tests.servers.weights_processes import (
     NAME,
     Child,
     filled,

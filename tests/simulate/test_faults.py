@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.simulate.scenarios import run, setting_of
+from tests.simulate.random_runs import run, setting_of
 
 CHUNK = 50
 USUAL = 300
@@ -21,7 +21,7 @@ def test_no_fault_breaks_a_promise(first: int) -> None:
             run(seed)
         except Exception as error:
             failed[seed] = f"{type(error).__name__}: {error}"
-    assert not failed, "rerun with python -m tests.simulate.scenarios SEED"
+    assert not failed, "rerun with python -m tests.simulate.random_runs SEED"
 
 
 @pytest.mark.parametrize("first", range(3000, 3100, CHUNK))

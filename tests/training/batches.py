@@ -15,7 +15,6 @@ from staleflow.training.correction import Correction
 from staleflow.training.options import ADVANTAGES, CORRECTIONS
 from staleflow.training.packed import Aggregation, Segments
 
-torch.set_num_threads(1)
 FEATURES, VOCABULARY = 4, 5
 KNOBS = {"importance_cap": 1.2, "sequence_band": (0.8, 1.3)}
 EPS: dict[str, dict[str, float]] = {
@@ -25,6 +24,10 @@ EPS: dict[str, dict[str, float]] = {
     "cispo": {"eps_low": 0.3, "eps_high": 0.2},
 }
 AGGREGATIONS = [Aggregation("token-mean"), Aggregation("sequence-mean"), Aggregation("fixed-length", 8)]
+
+
+def doubles(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def quick(examples: int) -> settings:

@@ -21,12 +21,7 @@ from staleflow.training.options import ADVANTAGES
 from staleflow.training.packed import Segments
 
 from . import oracle
-from .batches import Batch, batches, quick
-
-
-def doubles(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
+from .batches import Batch, batches, doubles, quick
 
 # Two groups, interleaved: 7 has rewards 1, 0, 0, 1 (mean 1/2, squares 4 * 1/4, std sqrt(1/3)); 3 has 2, 5 (mean 7/2,
 # std sqrt(9/2)).

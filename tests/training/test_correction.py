@@ -16,11 +16,7 @@ from staleflow.training.correction import (
 )
 from staleflow.training.packed import Metrics, Segments
 
-from .batches import quick
-
-
-def doubles(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+from .batches import doubles, quick
 
 
 def logs(*ratios: float) -> torch.Tensor:

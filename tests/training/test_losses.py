@@ -27,11 +27,7 @@ from staleflow.training.options import CORRECTIONS, LOSSES, TrainerOptions
 from staleflow.training.packed import SEQUENCE_MEAN, TOKEN_MEAN, Aggregation, LossSum, Segments
 
 from . import oracle
-from .batches import AGGREGATIONS, EPS, KNOBS, Batch, Model, advantages, batches, correction, quick
-
-
-def doubles(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+from .batches import AGGREGATIONS, EPS, KNOBS, Batch, Model, advantages, batches, correction, doubles, quick
 
 
 def at_ratios(*ratios: float) -> tuple[Tensor, Correction]:

@@ -13,18 +13,16 @@ from hypothesis import strategies as st
 from staleflow.rollout.builtin import EngineOptions, TorchEngine
 from staleflow.rollout.engine import Sampling
 from staleflow.servers.payloads import TOKEN
-from staleflow.tasks.base_model import Shape, new_model
 from staleflow.types import Abort, Interrupt, Job, Pull, Submit, Told
 from staleflow.workers.rollout import RolloutWorker
+from tests.tiny_models import save_tiny
 
 SAMPLING = Sampling(max_tokens=24, stop_tokens=(1,))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    new_model(Shape(hidden=16, intermediate=16, layers=1, heads=2), seed=3).save_pretrained(path)
-    return path
+    return save_tiny(tmp_path_factory.mktemp("model"), seed=3)
 
 
 class SameWeights:

@@ -21,10 +21,10 @@ from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Limits
 from staleflow.study.measured import read_run
 from staleflow.tasks import adder
-from staleflow.tasks.base_model import Shape, new_model, tokenizer
 from staleflow.tasks.opening import TaskSet, open_task
 from tests.runtime.local.rewards import evenness
 from tests.runtime.local.synchronous import Plain, train
+from tests.tiny_models import save_tiny
 
 pytestmark = pytest.mark.processes
 
@@ -34,10 +34,7 @@ Finished = tuple[dict[str, Any], RunDirectory, list[int]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    new_model(Shape(hidden=32, intermediate=48, layers=2, heads=2), seed=5).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
+    return save_tiny(tmp_path_factory.mktemp("model"), seed=5, hidden=32, intermediate=48, layers=2)
 
 
 def configured(model: Path, runs: Path, *changes: str) -> Config:

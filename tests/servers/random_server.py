@@ -13,7 +13,7 @@ from staleflow.servers.lifecycle import Trajectory
 from staleflow.servers.payloads import Chunk, Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer, tokens
 from staleflow.types import Spans
-from tests.servers.worlds import Source, state_of
+from tests.servers.small_server import Source, state_of
 
 LIMITS = Limits(max_tokens=40, max_prompt_tokens=10_000, vocab_size=50_000)
 SOURCE = Source(first=3)

@@ -1,6 +1,6 @@
 """Random small runs with random faults. A failing seed is a bug report:
 
-python -m tests.simulate.scenarios 139        # the same run again, with the journal's faults printed
+python -m tests.simulate.random_runs 139        # the same run again, with the journal's faults printed
 """
 
 import sys
