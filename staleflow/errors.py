@@ -17,3 +17,8 @@ class ConfigError(StaleFlowError, ValueError):
 
 class RunError(StaleFlowError, RuntimeError):
     """A run cannot start or continue."""
+
+
+def line_of(error: BaseException) -> str:
+    """An error of another library as part of a message: its kind and what it says, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -69,7 +69,7 @@ class Limits:
         if self.above is not None and value <= self.above:
             return f" is too low: give a number above {self.above:g}"
         if self.most is not None and value > self.most:
-            return f" is too high: give at most {self.most:g}"
+            return f" is too high: give at most {self.most:.15g}"
         return None
 
 

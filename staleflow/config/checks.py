@@ -19,6 +19,7 @@ from staleflow.config.rules import mismatches, refuse_values
 from staleflow.config.schema import Config
 from staleflow.config.sizes import Sizes, sizes_of
 from staleflow.config.text import one_line
+from staleflow.config.trainable import refuse_names_of_nothing
 from staleflow.errors import ConfigError
 from staleflow.settings import registries
 from staleflow.tasks.options import ADDER, SMOLLM, SOURCES, Data, is_file
@@ -41,6 +42,7 @@ def _check(config: Config, machine: Machine | None) -> None:
     for problem in mismatches(config, sizes.vocabulary):
         raise ConfigError(problem)
     _model(config, sizes)
+    refuse_names_of_nothing(config, sizes)
     _data(config.data)
     for section in (config, *(getattr(config, each.name) for each in fields(config))):
         if is_dataclass(section):
@@ -121,7 +123,9 @@ def _first_object(setting: str, path: Path) -> Mapping[str, Any]:
         if line is None:
             raise ConfigError(f"{setting}={path}: the file is empty: name one with rows")
         row = json.loads(line)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{setting}={path} cannot be read ({error}): write one JSON object per line") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{setting}={path}: the first line is a {type(row).__name__}: write one JSON object per line")

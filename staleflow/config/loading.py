@@ -37,7 +37,7 @@ def load(source: str | None, overrides: Sequence[str] = (), default: str = LAPTO
     except ConfigError as error:
         raise ConfigError(one_line(error)) from None
     except RecursionError:
-        raise ConfigError("a value contains itself: write it out, without an alias") from None
+        raise ConfigError("values are nested too deeply: write them flat") from None
 
 
 def _loaded(source: str | None, overrides: Sequence[str], default: str) -> Config:

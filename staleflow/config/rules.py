@@ -29,6 +29,11 @@ def problems(config: Config) -> Iterator[str]:
             f"of rollout.max_tokens={rollout.max_tokens} and strategies.headroom={headroom}: give "
             f"{longest + headroom} or more"
         )
+    if rollout.max_running > rollout.kv_tokens:
+        yield (
+            f"rollout.max_running={rollout.max_running} is more than the tokens of rollout.kv_tokens: give at most "
+            f"{rollout.kv_tokens}"
+        )
     if training.overlong_buffer > rollout.max_tokens:
         yield (
             f"training.overlong_buffer={training.overlong_buffer} is longer than a response: give at most "

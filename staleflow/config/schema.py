@@ -30,7 +30,7 @@ class Evaluation(Drawing):
     """0: the most likely response."""
     every: Whole = 5
     """Steps between two evaluations; 0: only at the beginning and at the end."""
-    problems: Count = 256
+    problems: Annotated[int, Limits(1, 1_000_000)] = 256
     """Held-out problems that are asked."""
     when: Literal["during", "after"] = "during"
     """``after``: versions are kept in memory and evaluated when training has ended, so that it is not disturbed."""
@@ -46,7 +46,7 @@ class Checkpoints(Section):
 
 @dataclass(frozen=True, slots=True)
 class Processes(Section):
-    threads: Count | None = None
+    threads: Annotated[int, Limits(1, 1024)] | None = None
     """Of each compute process; null: chosen by the number of cores."""
     pin: bool = True
     """Keep each process on cores of its own where there are enough."""

@@ -34,6 +34,10 @@ OTHERS = {letter: [*RESOLVERS.get(letter, []), (SCALARS[0][0], MISREAD)] for let
 """Words that a reader of YAML 1.1 takes for true or false: written in quotes."""
 
 
+MOST_VALUES = 100_000
+"""A configuration has some dozens."""
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = RESOLVERS
 
@@ -63,11 +67,31 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 def parse(text: str) -> Any:
     """The value that the text says. What is not YAML raises ``ValueError`` with one line that says where."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        if (node := loader.get_single_node()) is None:
+            return None
+        _written_out(node, {})
+        return loader.construct_document(node)
+    except RecursionError:
+        raise ValueError("values are nested too deeply: write them flat") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
         raise ValueError(where + one_line(getattr(error, "problem", None) or error)) from None
+
+
+def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values the node has with every alias written out. A few lines of aliases can stand for any number."""
+    if (size := known.get(id(node))) == 0:
+        raise ValueError("a value contains itself: write it out, without an alias")
+    if size is None:
+        known[id(node)] = 0
+        inside = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = (part for each in inside for part in (each if isinstance(each, tuple) else (each,)))
+        size = known[id(node)] = 1 + sum(_written_out(each, known) for each in parts)
+        if size > MOST_VALUES:
+            raise ValueError(f"its aliases stand for more than {MOST_VALUES:,} values: write out what is meant")
+    return size
 
 
 def render(tree: Any) -> str:

@@ -40,6 +40,8 @@ class Reward(Section):
     """For one response."""
     tries: Count = 3
     """After this many failures the group is released, with the reason, and replaced."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that its workers see, such as a key, beyond what programs need to run."""
 
     def contradictions(self) -> Iterator[str]:
         if self.function in HTTP:

@@ -31,6 +31,8 @@ from staleflow.tasks.task import Problem
 
 MOST_AHEAD = 32
 """Responses that are sent to one worker before it has answered the first."""
+MOST_BYTES_AHEAD = 1 << 24
+"""Beyond this, no more are added: rows may be large."""
 
 
 START_TIMEOUT_S = 60.0
@@ -146,18 +148,26 @@ class RewardPool:
         return deque(each for each in taken if self._asked.get(each.name) is each.job)
 
     def _frame(self, due: deque[Due]) -> bytes:
-        """All jobs as one message. What cannot be sent is answered here and is no longer due."""
-        try:
-            return pack([each.job for each in due]) if due else b""
-        except (TypeError, ValueError, OverflowError):
-            for each in list(due):
-                try:
-                    pack([each.job])
-                except (TypeError, ValueError, OverflowError) as error:
-                    why = f"the problem cannot be sent to a reward worker ({error}): keep to JSON values"
-                    due.remove(each)
-                    self.answered(each, Answer(each.job.number, why=why))
-            return pack([each.job for each in due]) if due else b""
+        """Their jobs, one message each. What cannot be sent is answered here and is no longer due, and what would make
+        too much for one go waits for the next."""
+        frames: list[bytes] = []
+        size = 0
+        for each in list(due):
+            if size >= MOST_BYTES_AHEAD:
+                break
+            try:
+                frames.append(pack([each.job]))
+                size += len(frames[-1])
+            except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                due.remove(each)
+                why = (
+                    f"the row of prompt {str(each.job.prompt)[:40]!r} cannot be sent to a reward worker ({error}): "
+                    "keep to JSON values, and large columns out"
+                )
+                self.answered(each, Answer(each.job.number, why=why))
+        while len(due) > len(frames):
+            self._queue.appendleft(due.pop())
+        return b"".join(frames)
 
     def _give_up(self, due: deque[Due], why: str) -> None:
         """The first of them has failed; the others were only waiting behind it."""
@@ -176,7 +186,7 @@ class RewardPool:
     def _new(self) -> Worker:
         options = msgspec.json.encode(self.options).decode()
         command = (sys.executable, "-m", "staleflow.reward.worker", options, self._decoder)
-        worker = Worker(command, self._stderr, self.options.timeout_s, self)
+        worker = Worker(command, self._stderr, self.options.timeout_s, self, self.options.environment)
         self._workers.add(worker)
         return worker
 

@@ -29,6 +29,16 @@ MOST_BYTES = 1_000_000
 """An answer of a reward service that is longer is no reward."""
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would become a GET without its body, and any answer to that would be taken for the reward."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_NoRedirects)
+
+
 def exact_match(problem: Problem, response: Response) -> float:
     return float(response.text.strip() == _answer(problem).strip())
 
@@ -66,9 +76,12 @@ async def http_service(problem: Problem, response: Response, *, address: str, ti
         head = {"Content-Type": "application/json", "Accept": "application/json"}
         request = urllib.request.Request(address, json.dumps(body).encode(), head, method="POST")
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            with _opener.open(request, timeout=timeout_s) as answer:
                 content = answer.read(MOST_BYTES)
         except urllib.error.HTTPError as error:
+            if 300 <= error.code < 400:
+                to = error.headers.get("Location")
+                raise RewardError(f"reward service {address} has moved to {to}: give that as reward.function") from None
             raise RewardError(f"reward service {address} answered {error.code} {error.reason}") from None
         except (OSError, urllib.error.URLError) as error:
             raise RewardError(f"reward service {address} did not answer: {getattr(error, 'reason', error)}") from None
@@ -84,7 +97,7 @@ async def http_service(problem: Problem, response: Response, *, address: str, ti
 def _reward_in(content: bytes, address: str) -> float:
     try:
         return json.loads(content)["reward"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         start = content[:60].decode(errors="replace")
         raise RewardError(f'reward service {address} answered {start!r}: it must answer {{"reward": number}}') from None
 

@@ -47,7 +47,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     if (problem := unsupported(path, family)) is not None:
         raise EngineError(problem)
     try:
-        source: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        source: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds; all mean that the file cannot be used
         raise EngineError(f"{path} cannot be read by transformers: {' '.join(str(error).split())}") from None
     return _checked(path, str(family), source)

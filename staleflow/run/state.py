@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from staleflow.errors import RunError
+from staleflow.errors import RunError, line_of
 from staleflow.run.record import Record
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.state import ENDED, restore, to_state
@@ -80,4 +80,4 @@ def _read(body: bytes) -> _State:
 
 
 def _unreadable(error: Exception) -> str:
-    return f"{STATE} cannot be read ({' '.join(f'{type(error).__name__}: {error}'.split())})"
+    return f"{STATE} cannot be read ({line_of(error)})"

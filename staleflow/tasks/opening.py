@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from staleflow.errors import StaleFlowError
+from staleflow.errors import StaleFlowError, line_of
 from staleflow.model_json import read_json
 from staleflow.tasks import adder
 from staleflow.tasks.adder import Adder
@@ -127,8 +127,9 @@ def _source(data: Data) -> Task | list[Problem]:
     except StaleFlowError:
         raise
     except Exception as error:  # whatever the user's function raises
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise TaskError(f"data.source={data.source} failed ({why}): correct data.arguments, or the function") from None
+        raise TaskError(
+            f"data.source={data.source} failed ({line_of(error)}): correct data.arguments, or the function"
+        ) from None
 
 
 def _split(data: Data, problems: list[Problem]) -> tuple[list[Problem], list[Problem]]:
@@ -196,14 +197,24 @@ def _text(data: Data, folder: Path) -> tuple[Encode, Callable[[Sequence[int]], s
 def _chat(data: Data, folder: Path) -> Encode:
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds; all mean that the tokenizer cannot be used
+        raise TaskError(
+            f"the tokenizer of {folder} cannot be read by transformers ({line_of(error)}): save a fast tokenizer there"
+        ) from None
     if not tokenizer.chat_template:
         raise TaskError(f"{folder} has no chat template: give data.chat=false and a data.template")
     system = [] if data.system is None else [{"role": "system", "content": data.system}]
 
     def encode(prompt: str) -> Sequence[int]:
         said = [*system, {"role": "user", "content": data.template.replace("{prompt}", prompt)}]
-        return tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+        try:
+            return tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # whatever the template does
+            raise TaskError(
+                f"the chat template of {folder} failed ({line_of(error)}): correct it, or give data.chat=false"
+            ) from None
 
     return encode
 

@@ -70,6 +70,8 @@ class Data(Section):
             yield "template has no {prompt}: write it where the prompt goes"
         if self.system is not None and not self.chat:
             yield "system is given without a chat: write data.chat=true, or put it into data.template"
+        if self.chat and self.source == ADDER:
+            yield "chat=true, but data.source=adder has no text to chat with: leave it out, or give data.source"
         if self.held_out is not None and self.held_out_count is not None:
             yield "held_out and data.held_out_count are both given: leave one out"
         if self.held_out is not None and not is_file(self.held_out):

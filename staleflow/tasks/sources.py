@@ -18,20 +18,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from staleflow.errors import line_of
 from staleflow.tasks.options import SOURCES
+from staleflow.tasks.rows import refuse_unsendable
 from staleflow.tasks.task import Problem, Task, TaskError
 
 
 def read_jsonl(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
     """One JSON object per line; blank lines are left out."""
     problems: list[Problem] = []
-    with _existing(path).open(encoding="utf-8") as lines:
+    with _existing(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except ValueError as error:
+                row = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:
                 raise TaskError(f"{path}, line {number}: no valid JSON ({error}): write one object per line") from None
             if not isinstance(row, dict):
                 raise TaskError(f"{path}, line {number}: a {type(row).__name__}: write one JSON object per line")
@@ -42,7 +44,12 @@ def read_jsonl(path: str | Path, prompt: str = "prompt", answer: str | None = "a
 def read_parquet(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
     """Reads the whole file; needs pyarrow."""
     parquet = require("pyarrow.parquet", "pyarrow", "Parquet files")
-    rows = parquet.read_table(str(_existing(path))).to_pylist()
+    try:
+        rows = parquet.read_table(str(_existing(path))).to_pylist()
+    except TaskError:
+        raise
+    except Exception as error:  # pyarrow has errors of its own
+        raise TaskError(f"{path} cannot be read ({line_of(error)}): give a Parquet file") from None
     where = enumerate(rows, 1)
     return _some([_problem(f"{path}, row {number}", row, prompt, answer) for number, row in where], str(path))
 
@@ -103,6 +110,7 @@ def _problem(where: str, row: Mapping[str, Any], prompt: str, answer: str | None
         if not isinstance(row[column], str):
             kind = type(row[column]).__name__
             raise TaskError(f"{where}: the prompt column {column!r} holds a {kind}: name a column of text")
+    refuse_unsendable(where, row)
     text = row[prompt] if needed == [prompt] else _BRACED.sub(lambda found: row[found[1]], prompt)
     return Problem(text, {**row, "answer": row[answer]} if answer is not None else dict(row))
 

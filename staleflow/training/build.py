@@ -30,7 +30,9 @@ def build(folder: str | Path, options: TrainerOptions) -> Trainer:
         raise ValueError(f"device {options.device}: torch sees no GPU here, use cpu or install torch with CUDA")
     try:
         with quiet():
-            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # transformers raises many kinds; all mean that the folder cannot be used
         reason = " ".join(str(error).split())[:200]
         raise ValueError(

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging
 
-from staleflow.errors import StaleFlowError
+from staleflow.errors import StaleFlowError, line_of
 from staleflow.training.adapters import adapters
 from staleflow.training.checksums import OPTIMISER, REPLACED, SEALED, UNFINISHED, seal, sync
 from staleflow.training.checksums import TRAINER as STATE
@@ -106,7 +106,7 @@ def load(trainer: Trainer, folder: str | Path) -> int:
         saved_format, version, _ = state["format"], state["version"], optimiser[RNG]
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(
-            f"{source} is not a whole checkpoint for these options ({_line(error)}): give another"
+            f"{source} is not a whole checkpoint for these options ({line_of(error)}): give another"
         ) from error
     if saved_format != FORMAT:
         raise CheckpointError(
@@ -209,7 +209,3 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     if not found:
         raise FileNotFoundError("it has no model.safetensors")
     return found
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,6 +1,7 @@
 """Whatever is wrong with the settings themselves: one line, with what to write instead."""
 
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.config import ConfigError, load
+from staleflow.config.text import render
 from tests import refusals
 
 
@@ -79,6 +81,10 @@ def test_wrong_types_say_the_value_and_what_to_write(override: str, line: str) -
         ("strategies.mu=3", "strategies.mu=3.0 is too high: give at most 1"),
         ("rollout.device=tpu", "rollout.device=tpu is unknown: give cpu, cuda or cuda:0"),
         ("data.held_out_count=0", "data.held_out_count=0 is too low"),
+        ("rollout.max_running=100000000000000", "is more than the tokens of rollout.kv_tokens: give at most"),
+        ("evaluation.problems=100000000000", "is too high: give at most 1000000"),
+        ("processes.threads=100000000", "is too high: give at most 1024"),
+        ("data.chat=true", "data.source=adder has no text to chat with"),
     ],
 )
 def test_a_bound_below_zero_and_other_values_out_of_range(override: str, line: str) -> None:
@@ -137,6 +143,17 @@ def test_whole_batch_modes_may_be_streamed_to() -> None:
     assert load(None, ["training.updates_per_step=4", "strategies.consume=stream"]).training.updates_per_step == 4
 
 
+DEEP = "values are nested too deeply: write them flat"
+LEVELS = "abcdefghi"
+BOMB = "a: &a [x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in pairwise(LEVELS)
+)
+"""Nine levels of ten aliases: 200 million values in 400 bytes."""
+MERGES = "a: &a {k: 1}\n" + "".join(
+    f"{name}: &{name} {{<<: [{', '.join([f'*{before}'] * 10)}]}}\n" for before, name in pairwise(LEVELS)
+)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "line"),
     [
@@ -148,6 +165,17 @@ def test_whole_batch_modes_may_be_streamed_to() -> None:
         ("a.yaml", "1: 2\n", "1 is unknown"),
         ("a.yaml", "? [a]\n: 2\n", "cannot be read"),
         ("a.yaml", "data: {arguments: &a {b: *a}}\n", "contains itself"),
+        (
+            "a.yaml",
+            f"data: {{arguments: {'{a: ' * 5000}1{'}' * 5000}}}",
+            DEEP,
+        ),
+        ("a.yaml", f"data: {{arguments: {'[' * 5000}{']' * 5000}}}", DEEP),
+        ("a.toml", f"a = {'[' * 5000}{']' * 5000}", DEEP),
+        ("a.yaml", BOMB, "aliases stand for more than 100,000 values"),
+        ("a.yaml", f"data:\n  arguments: {{a: *i}}\n{BOMB}", "cannot be read"),
+        ("a.yaml", MERGES, "aliases stand for more than 100,000 values"),
+        ("a.yaml", f"seed: {'9' * 5000}", "cannot be read"),
         ("a.yaml", "data: {arguments: {1: 2}}\n", "write names and values"),
         ("a.yaml", "training: {betas: {a: 1}}\n", "write a list of 2 numbers"),
         ("a.toml", "a = \n", "cannot be read"),
@@ -185,3 +213,31 @@ def test_no_text_gets_a_traceback(key: str, value: str) -> None:
     for override in (f"{key}={value}", f"steps={value}", f"data.arguments={value}", f"rollout.{key}={value}", key):
         with suppress(ConfigError):
             load(None, [override])
+
+
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+NAMES = st.sampled_from(
+    ["staleness", "data", "rollout", "training", "reward", "strategies", "preset", "data.arguments"]
+)
+
+
+@given(st.binary(max_size=80) | st.text(max_size=80).map(str.encode), st.sampled_from([".yaml", ".toml"]))
+@settings(max_examples=100, deadline=None)
+def test_no_file_gets_a_traceback(tmp_path_factory: pytest.TempPathFactory, content: bytes, ending: str) -> None:
+    path = tmp_path_factory.getbasetemp() / f"any{ending}"
+    path.write_bytes(content)
+    with suppress(ConfigError):
+        load(str(path), [])
+
+
+@given(st.dictionaries(NAMES | st.text(max_size=5), TREES, max_size=3))
+@settings(max_examples=100, deadline=None)
+def test_no_tree_of_values_gets_a_traceback(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, object]) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(render(tree), encoding="utf-8")
+    with suppress(ConfigError):
+        load(str(path), [])

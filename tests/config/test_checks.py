@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from staleflow.config import ConfigError, Machine, check, load
+from staleflow.config.sizes import sizes_of
+from staleflow.config.trainable import _by_family
+from staleflow.model_json import FAMILIES
 from staleflow.rollout.shapes import SHAPES
 from tests import refusals
 
@@ -198,3 +203,30 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         check(load(None, [line, "rollout.device=cuda"]), ROOMY)
     with pytest.raises(ConfigError, match=r"no such GPU here: give training\.device=cpu"):
         check(load(None, [line, "training.device=cuda:3"]), ROOMY)
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("training.train_only=[nothing.*]", "no parameter is named 'nothing.*': give a name such as model."),
+        ("training.lora_targets=[nothing]", "the model has no matrix nothing: give some of down_proj, gate_proj"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused_before_a_run_directory_is_made(
+    tmp_path: Path, model: Path, data: Path, setting: str, line: str
+) -> None:
+    more = [setting, *(["training.lora_rank=2"] if "lora" in setting else [])]
+    assert line in refused(settings(tmp_path, model, data, *more))
+    embedded = [f"{name}=adder" for name in ("model", "data.source", "reward.function")]
+    assert line in refused([f"runs={tmp_path}", *embedded, "rollout.max_tokens=64", *more])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_of_a_family_can_be_named(tmp_path: Path, model: Path, family: str, tied: bool) -> None:
+    shape = SHAPES["tiny"] | {"model_type": family, "tie_word_embeddings": tied}
+    (model / "config.json").write_text(json.dumps(shape))
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(model))
+    names = {name for name, _ in built.named_parameters()}
+    assert {*_by_family(sizes_of(load("plain", [f"model={model}", f"runs={tmp_path}"])))} == names

@@ -53,5 +53,10 @@ def spelled(problem: Problem, response: Response) -> float:
     return float(response.text == problem.facts["answer"])
 
 
+def environment(problem: Problem, response: Response) -> float:  # noqa: ARG001
+    """Whether the variable that the response names is set."""
+    return float(response.text in os.environ)
+
+
 def weighed(_: Problem, response: Response, weight: float = 1.0) -> float:
     return weight * len(response.text)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from staleflow.errors import ConfigError
+from staleflow.reward.environment import environment
 from staleflow.reward.function import RewardError
 from staleflow.reward.options import Reward
 from staleflow.reward.pool import PoolPort, RewardPool
@@ -210,6 +211,57 @@ def test_a_batch_larger_than_the_socket_takes_at_once_arrives_whole() -> None:
             assert set((await pool.all(8)).values()) == {200_004.0}
 
     run(main())
+
+
+def test_large_rows_are_sent_in_several_goes_and_what_is_too_large_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they are over the limit of a message, each by itself is not (D10)."""
+    monkeypatch.setattr("staleflow.reward.wire.MOST_BYTES", 3_000_000)
+    monkeypatch.setattr("staleflow.reward.pool.MOST_BYTES_AHEAD", 4_000_000)
+
+    async def main() -> None:
+        async with desk() as at:
+            large = Problem("large", {"image": "x" * 2_000_000})
+            for number in range(8):
+                at.pool.submit(f"r{number}", large, text="1.0")
+            at.pool.submit("too large", Problem("much too large", {"image": "x" * 4_000_000}), text="1.0")
+            at.pool.submit("small", PROBLEM, text="1.0")
+            answers = await at.all(10)
+            assert "the row of prompt 'much too large' cannot be sent" in str(answers.pop("too large"))
+            assert set(answers.values()) == {0.5}
+
+    run(main())
+
+
+@pytest.mark.parametrize("value", ["\ud800", 10**30, object()], ids=["surrogate", "digits", "object"])
+def test_a_row_that_cannot_be_sent_is_answered_and_costs_no_other_response_anything(value: Any) -> None:
+    async def main() -> None:
+        async with desk() as at:
+            at.pool.submit("bad", Problem("odd", {"a": value}), text="1.0")
+            at.pool.submit("good", PROBLEM, text="1.0")
+            answers = await at.all(2)
+            assert "the row of prompt 'odd' cannot be sent to a reward worker" in str(answers["bad"])
+            assert answers["good"] == 0.5
+
+    run(main())
+
+
+def test_workers_see_no_secrets_unless_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MY_KEY", "HF_TOKEN", "OPENAI_API_KEY", "HF_HOME"):
+        monkeypatch.setenv(name, "value")
+
+    async def main() -> None:
+        async with Desk(Reward("tests.reward.functions:environment", environment=("MY_KEY",))) as at:
+            for name in ("MY_KEY", "HF_TOKEN", "OPENAI_API_KEY", "HF_HOME", "PATH"):
+                at.pool.submit(name, PROBLEM, text=name)
+            seen = {name for name, answer in (await at.all(5)).items() if answer == 1.0}
+            assert seen == {"MY_KEY", "HF_HOME", "PATH"}
+
+    run(main())
+
+
+def test_a_named_variable_that_is_not_set_is_refused() -> None:
+    with pytest.raises(RewardError, match=r"reward\.environment names NOT_SET, which is not set: export it"):
+        environment(("NOT_SET",), {})
 
 
 def test_a_worker_that_died_while_idle_is_replaced() -> None:

@@ -1,3 +1,4 @@
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,33 @@ def test_templates_and_chats_wrap_the_prompt(folder: Path, tmp_path: Path) -> No
     ids = np.frombuffer(task.prompts.ids(0), TOKEN).tolist()
     assert [WORDS[token] for token in ids][3] == task.prompts.problem(0).prompt
     assert task.decode([*tokens, 5, 1]) == f"sum {problem.prompt} sum", "special tokens are not text"
+
+
+@pytest.mark.parametrize("kind", ["slow", "fast"])
+def test_a_tokenizer_that_brings_code_is_neither_run_nor_asked_about(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """transformers asks on the terminal whether to run it unless it is told not to."""
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    classes = [None, "evil.Evil"] if kind == "fast" else ["evil.Evil", None]
+    settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": classes}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    source = rows(tmp_path / "a.jsonl", *range(20))
+    with contextlib.suppress(TaskError):
+        opened(folder, source, "data.chat=true")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages.__class__.__mro__ }}{{ ''.__class__.mro() }}", "{{ 1/0 }}", "{% if %}"]
+)
+def test_a_chat_template_that_breaks_out_or_down_is_one_line(folder: Path, tmp_path: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    source = rows(tmp_path / "a.jsonl", *range(20))
+    with pytest.raises(TaskError, match=r"chat template of .* failed .*data\.chat=false") as error:
+        opened(folder, source, "data.chat=true")
+    assert "\n" not in str(error.value)
 
 
 def test_prompts_that_are_too_long_are_left_out(folder: Path, tmp_path: Path) -> None:

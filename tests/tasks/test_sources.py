@@ -6,6 +6,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from staleflow.errors import ConfigError
 from staleflow.tasks.adder import Adder
@@ -171,3 +173,54 @@ def test_reasoning_gym_entries_keep_what_their_scorer_needs(monkeypatch: pytest.
     }
     with pytest.raises(TaskError, match="check the name"):
         reasoning_gym("products")
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ('{"prompt": "a", "answer": %s}' % ("[" * 20_000 + "]" * 20_000), "no valid JSON"),
+        ('{"prompt": "a", "answer": %s}' % ("9" * 5_000), "no valid JSON"),
+        ('{"prompt": "a", "answer": %s}' % ("9" * 30), "an integer of more than 64 bits: write it as a text"),
+        ('{"prompt": "a\\ud800", "answer": "1"}', "half a character"),
+        ('{"prompt": "a", "answer": {"x": ["\\udfff"]}}', "half a character"),
+        ('{"prompt": "a", "answer": "%s"}' % ("x" * 2_000_000), "a row of 2 MiB, more than the 1 MiB"),
+    ],
+    ids=["deep", "5,000 digits", "30 digits", "surrogate in the prompt", "surrogate inside", "large"],
+)
+def test_a_hostile_row_is_named_by_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, why: str
+) -> None:
+    monkeypatch.setattr("staleflow.tasks.rows.LARGEST", 2**20)
+    path = jsonl(tmp_path / "data.jsonl", '{"prompt": "a", "answer": "1"}', row)
+    with pytest.raises(TaskError) as error:
+        read_jsonl(path)
+    assert str(error.value).startswith(f"{path}, line 2: ")
+    assert why in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+LINES = st.one_of(
+    st.binary(max_size=40),
+    st.fixed_dictionaries({"prompt": JSON, "answer": JSON}).map(lambda row: json.dumps(row).encode()),
+    st.fixed_dictionaries({"prompt": st.text(max_size=5), "answer": JSON}).map(lambda row: json.dumps(row).encode()),
+)
+
+
+@given(st.lists(LINES, max_size=4), st.sampled_from([".jsonl", ".parquet"]))
+@settings(max_examples=150, deadline=None)
+def test_any_data_file_is_read_or_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], ending: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / f"any{ending}"
+    path.write_bytes(b"\n".join(lines))
+    try:
+        problems = read_file(path)
+    except TaskError as error:
+        problems = []
+        assert "\n" not in str(error).replace(str(path), "")  # noqa: PT017
+    assert all(isinstance(problem.prompt, str) for problem in problems)
