@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.commands.train import guess
 from staleflow.config import Config, ConfigError, Machine, check, load
+from staleflow.config.costs import guessed
 from staleflow.coordinator.decide import decide
 from staleflow.coordinator.situation import Pull
 from staleflow.coordinator.strategies import SYNCHRONISATION
@@ -35,7 +35,7 @@ from staleflow.tasks.task import Problem
 from staleflow.training.build import build
 from staleflow.training.options import ADVANTAGES, CORRECTIONS, LOSSES
 from staleflow.training.report import StepReport
-from tests.coordinator.situations import instance, situation
+from tests.coordinator.make_situations import instance, situation
 
 PAGE = (Path(__file__).parents[1] / "docs/extend.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
@@ -84,7 +84,7 @@ def step(config: Config, model: Path) -> StepReport:
     rng = np.random.default_rng(0)
     for group in range(2):
         rows = [
-            Row(
+            Row.of(
                 f"p{group}/{member}",
                 rng.integers(3, 50, 4).astype(np.int32),
                 rng.integers(3, 50, 6 + member).astype(np.int32),
@@ -221,7 +221,7 @@ def test_a_run_with_everything_of_the_users_own(model: Path, folder: Path) -> No
     anything = ["filter_arguments.hard=-1", "filter_arguments.easy=100", "reward.function=even:even"]
     config = configured(model, *sizes, *chosen, *anything)
     task = open_task(config.data, model, config.seed, config.evaluation.problems)
-    run = LocalRun(config, RunDirectory.create(config, "own"), model, task, guess(config), None)
+    run = LocalRun(config, RunDirectory.create(config, "own"), model, task, guessed(config), None)
 
     async def main() -> dict[str, Any]:
         async with asyncio.timeout(300):
