@@ -34,7 +34,6 @@ from staleflow.config import Config
 from staleflow.coordinator.cost import CostModel
 from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
-from staleflow.reward.pool import Settings as RewardSettings
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.local.link import Channel, pack, unpacker
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
@@ -274,7 +273,7 @@ class Bench:
         config = self.config
         peer = Peer("trainer")
         trainer = RemoteTrainer(peer, self.server, 0)  # type: ignore[arg-type]
-        pool = RewardPool("adder", RewardSettings(config.reward.workers), self._scored, self._failed, None, "adder")
+        pool = RewardPool(config.reward, self._scored, self._failed, None, "adder")
         cost = CostModel(0.003, 0.003, 3e-5, 0.0, 1e-8, 1e-5)
         settings = Settings(config.strategies, cost, cycle_s=CYCLE_S, pull_s=0.1)
         self.control = ControlPlane(

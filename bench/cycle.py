@@ -17,7 +17,7 @@ from typing import Any
 from staleflow.runtime.control import ControlPlane
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.network import Remote
-from staleflow.simulate.presets import preset
+from staleflow.simulate.setting import preset
 
 LIVE = 100_000
 TARGET_MS = 50.0

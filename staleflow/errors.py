@@ -1,12 +1,15 @@
 """What can go wrong and is not a bug: every error that a user can cause is a ``StaleFlowError``.
 
 Its message is one line that says what was wrong, the value seen, and what to write instead. Commands print that line
-and end with exit code 2; anything else is a mistake of ours and keeps its traceback.
+and end with exit code 2, or 1 where a run had begun and could not continue (a ``RuntimeError``). Anything else is a
+mistake of ours and keeps its traceback.
 """
 
 
 class StaleFlowError(Exception):
     """The base of all errors that a user can put right."""
+
+    exit_code = 2
 
 
 class ConfigError(StaleFlowError, ValueError):

@@ -1,8 +1,8 @@
 """What a run will need, before it starts: processes, threads, memory by role, against what the machine has.
 
-    plan = estimate(config)
-    print(plan.text())
-    plan.problem            # None, or the line that refuses the run
+    needs = estimate(config)
+    print(needs.text())
+    needs.problem           # None, or the line that refuses the run
 
 A pure function of the configuration, the model's sizes and the machine. Weights, optimiser, KV memory and payload are
 exact; activations and what PyTorch itself takes are estimates, and are marked so.
@@ -47,7 +47,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Estimate:
     config: Config
     sizes: Sizes
     machine: Machine
@@ -147,13 +147,13 @@ class Plan:
         return "\n".join(lines)
 
 
-def estimate(config: Config, machine: Machine | None = None) -> Plan:
-    """The plan of a run on this machine, or on another. ``ConfigError`` if the model is not there."""
+def estimate(config: Config, machine: Machine | None = None) -> Estimate:
+    """What a run needs on this machine, or on another. ``ConfigError`` if the model is not there."""
     sizes = sizes_of(config)
     machine = machine or this_machine()
     limit = trajectory_bytes(config, machine.memory)
     parts = (*_rollout(config, sizes), *_trainer(config, sizes), *_rest(config, sizes, limit))
-    return Plan(config, sizes, machine, parts)
+    return Estimate(config, sizes, machine, parts)
 
 
 def trajectory_bytes(config: Config, free: int) -> int:

@@ -6,7 +6,7 @@ from staleflow.config.convert import leaves, to_tree
 from staleflow.config.schema import Config
 
 FREE = ("runs", "cache", "steps", "stop_at")
-FREE_SECTIONS = ("processes", "evaluation", "checkpoints")
+FREE_SECTIONS = ("processes", "evaluation", "checkpoints", "cluster")
 
 
 def trained(config: Config) -> dict[str, Any]:

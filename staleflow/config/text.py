@@ -61,7 +61,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def parse(text: str) -> Any:
-    """The value that the text says. What is no YAML raises ``ValueError`` with one line that says where."""
+    """The value that the text says. What is not YAML raises ``ValueError`` with one line that says where."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -86,4 +86,6 @@ def short(value: Any) -> str:
 
 
 def render_flow(value: Any) -> str:
-    return yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+    """On one line, as it stands behind an equals sign."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+    return text.removesuffix("...\n").removesuffix("\n")

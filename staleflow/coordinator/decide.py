@@ -85,7 +85,7 @@ def _with_pulls(situation: Situation, pulls: Sequence[Pull]) -> Situation:
 
 
 def _ended(situation: Situation, ends: Sequence[Abort | Truncate]) -> set[str]:
-    """The trajectories on instances, or waited for, that will not go on."""
+    """The trajectories on instances, or waited for, that will not continue there."""
     aborted = {end.group for end in ends if isinstance(end, Abort)}
     truncated = {end.trajectory for end in ends if isinstance(end, Truncate)}
     residents = situation.blockers + situation.thrashing

@@ -13,13 +13,12 @@ Whatever rule picks the instance, every route keeps these promises:
 The rules: ``waterfall`` takes the largest marginal gain for what is fresh and the fastest instance for what is started,
 ``least_loaded`` the fewest running, ``round_robin`` the instance that was not used for longest::
 
-    routes = ROUTING[strategies.routing](situation, strategies)
+    routes = route(situation, strategies)
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
 from math import inf
 from typing import Protocol
 
@@ -27,7 +26,7 @@ import numpy as np
 
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.situation import Bools, Fleet, Floats, Queued, Route, Situation
-from staleflow.coordinator.strategies import Strategies
+from staleflow.coordinator.strategies import ROUTING, Strategies
 
 
 def waterfall(situation: Situation, strategies: Strategies) -> list[Route]:
@@ -52,16 +51,9 @@ def round_robin(situation: Situation, strategies: Strategies) -> list[Route]:
     return _Filling(situation, fleet, strategies.headroom, _Turns(len(fleet.names), situation.turn)).run()
 
 
-ROUTING: dict[str, Callable[[Situation, Strategies], list[Route]]] = {
-    "waterfall": waterfall,
-    "least_loaded": least_loaded,
-    "round_robin": round_robin,
-}
-
-
 def route(situation: Situation, strategies: Strategies) -> list[Route]:
     """The routes by the configured rule."""
-    return ROUTING[strategies.routing](situation, strategies)
+    return ROUTING.load(strategies.routing)(situation, strategies, **strategies.routing_arguments)
 
 
 class _Rule(Protocol):

@@ -150,7 +150,7 @@ class Pace:
     mean_tokens: float = 0.0
     """Output tokens of a finished trajectory."""
     grown_tokens: float = 0.0
-    """Output tokens that a running trajectory has, in the mean over time: long ones run for longer."""
+    """Output tokens that a running trajectory has, on average over time: long ones run for longer."""
     longest_tokens: float = 0.0
     """Output tokens of the longest trajectory started under a version."""
 
@@ -183,7 +183,7 @@ class Situation:
     blocked_since: float | None = None
     """Since when the open step has had nothing else to wait for than the blockers."""
     turn: int = 0
-    """Trajectories routed so far: where round robin goes on."""
+    """Trajectories routed so far: where round robin continues."""
 
     @property
     def started(self) -> int:

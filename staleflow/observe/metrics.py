@@ -1,9 +1,9 @@
-"""``metrics.jsonl``: one JSON object per training step, readable while the run goes on.
+"""``metrics.jsonl``: one JSON object per training step, readable while the run is in progress.
 
 Every line is written at once and ends with a newline, so a reader sees whole lines only. A process that dies while it
 writes can leave a torn last line; opening the file again cuts it off. JSON has no NaN and no infinity: they become
-null. A run that goes on after a crash may repeat steps that were written but not committed; ``read_metrics`` keeps the
-last line of each step::
+null. A run that is resumed after a crash may repeat steps that were written but not committed; ``read_metrics``
+keeps the last line of each step::
 
     with MetricsLog(run / "metrics.jsonl") as log:
         log.write({"step": 1, "reward": 0.31, "loss": float("nan")})
@@ -16,6 +16,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
+
+from staleflow.errors import ConfigError
 
 BLOCK = 1 << 16
 
@@ -58,9 +60,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: no valid JSON ({error}): delete the line") from None
+            raise ConfigError(f"{path}, line {number}: not valid JSON ({error}): delete the line") from None
         if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: a {type(row).__name__}, no object: delete the line")
+            raise ConfigError(f"{path}, line {number}: a {type(row).__name__}, not an object: delete the line")
         rows.append(row)
     last = {row["step"]: at for at, row in enumerate(rows) if "step" in row}
     return [row for at, row in enumerate(rows) if "step" not in row or last[row["step"]] == at]

@@ -8,7 +8,7 @@ while engine.busy:
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from tokenizers import Tokenizer
 
 from staleflow.rollout.attention import Layout, PagedAttention, PrefillSpan
+from staleflow.rollout.device import DTYPES, cuda_part, device_of
 from staleflow.rollout.engine import (
     EngineError,
     EngineSnapshot,
@@ -33,7 +34,7 @@ from staleflow.rollout.engine import (
 )
 from staleflow.rollout.model import Model
 from staleflow.rollout.model_folder import read_config, read_tensors
-from staleflow.rollout.options import DTYPES, EngineOptions, cuda_part, device_of
+from staleflow.rollout.options import EngineOptions
 from staleflow.rollout.pages import PagePool
 from staleflow.rollout.rows import Ints, Rows
 from staleflow.rollout.sampling import Drawn, Params, draw, uniform
@@ -174,6 +175,9 @@ class TorchEngine:
             self.scheduler.restart()
         return held
 
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self.model.parameters
+
     def snapshot(self) -> EngineSnapshot:
         running = self.scheduler.running.values()
         size = self.pool.page_size
@@ -210,9 +214,9 @@ class TorchEngine:
                 f"request {request.name} has {len(tokens)} tokens but the engine holds {self.capacity} per sequence: "
                 "shorten the prompt or raise kv_tokens (never beyond the model's max_position_embeddings)"
             )
-        problem = request.sampling.problem(vocabulary)
-        if problem is not None:
-            return f"request {request.name}: {problem}"
+        for token in request.sampling.stop_tokens:
+            if not 0 <= token < vocabulary:
+                return f"request {request.name}: stop token {token} is unknown, the tokens are 0 to {vocabulary - 1}"
         if request.sampling.stop_strings and self._stop_strings() is None:
             return f"request {request.name} has stop strings but the model's folder has no tokenizer.json"
         counted = sum(count for _, count in request.spans)
@@ -387,3 +391,8 @@ class TorchEngine:
         self._failed.append(Failed(request.name, request.epoch, message))
         del self._requests[request.name]
         self._release(sequence, keep=False)
+
+
+def make(model_folder: str | Path, options: EngineOptions) -> TorchEngine:
+    """The engine of an instance, which has pulled no version yet."""
+    return TorchEngine(model_folder, options, version=-1)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from staleflow.errors import StaleFlowError
+from staleflow.rollout.options import Sampling
 from staleflow.types import Spans
 
 Reason = Literal["stop", "length", "capacity", "interrupted"]
@@ -26,46 +27,7 @@ class EngineError(StaleFlowError, ValueError):
     """The engine cannot start or go on as asked. The message says what to change."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are drawn. Truncation works in this order: temperature, top-k, top-p, min-p.
-
-    Greedy decoding is ``temperature=0``. The log-probability reported with a token is the one it was really drawn
-    with, after temperature, truncation and renormalisation; greedy tokens, whose own distribution is a point mass, get
-    the log-probability of the untouched model (temperature 1), because that is what a trainer can use.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0: no limit."""
-    min_p: float = 0.0
-    max_tokens: int = 1024
-    """Tokens of the whole trajectory after the prompt, those generated before an interruption included."""
-    stop_tokens: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    """The tokens that complete a stop string are kept, as is a stop token: the trainer must see them."""
-    seed: int | None = None
-    """None: made from the request's name, so that a trajectory draws the same tokens wherever it runs."""
-
-    def problem(self, vocabulary: int) -> str | None:
-        """What is wrong with it, in one line; None if nothing."""
-        if not 0 <= self.temperature < float("inf"):
-            return f"temperature is {self.temperature}: give 0 (greedy) or a positive number"
-        if not 0 < self.top_p <= 1:
-            return f"top_p is {self.top_p}: give a number above 0 and up to 1 (1: no limit)"
-        if self.top_k < 0:
-            return f"top_k is {self.top_k}: give 0 (no limit) or a positive number"
-        if not 0 <= self.min_p <= 1:
-            return f"min_p is {self.min_p}: give a number from 0 (no limit) to 1"
-        if self.max_tokens < 1:
-            return f"max_tokens is {self.max_tokens}: give at least 1"
-        for token in self.stop_tokens:
-            if not 0 <= token < vocabulary:
-                return f"stop token {token} is unknown: the model's tokens are 0 to {vocabulary - 1}"
-        if "" in self.stop_strings:
-            return "a stop string is empty: remove it"
-        return None
+PLAIN = Sampling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +43,7 @@ class Request:
     spans: Spans = ()
     group: str | None = None
     """Requests of one group have the same prompt, which is then prefilled once."""
-    sampling: Sampling = Sampling()
+    sampling: Sampling = PLAIN
 
 
 class Progress(NamedTuple):
@@ -178,6 +140,10 @@ class Engine(Protocol):
 
     def pull(self, source: WeightSource | Load, version: int) -> int:
         """Replace the weights by ``version`` or later, keeping every request. Returns the version now held."""
+        ...
+
+    def weights(self) -> Mapping[str, Any]:
+        """The tensors that ``pull`` fills, by their Hugging Face names."""
         ...
 
     def snapshot(self) -> EngineSnapshot: ...

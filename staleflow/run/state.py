@@ -1,19 +1,16 @@
 """The control plane's part of a checkpoint: ledger, cursor, every live trajectory with its tokens, and the record.
 
-also = {STATE: pack_state(server, record, origin)}      # goes into the trainer's checkpoint
-refuse_others(folder, origin)                           # before anything is started
+also = {STATE: pack_state(server, record)}         # goes into the trainer's checkpoint
 record = unpack_state((folder / STATE).read_bytes(), server, journal)
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from staleflow.config import Config, ConfigError
-from staleflow.config.resuming import trained
+from staleflow.errors import RunError
 from staleflow.run.record import Record
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Chunk
@@ -24,61 +21,31 @@ STATE = "run.state"
 FORMAT = 1
 
 
-class Origin(msgspec.Struct, array_like=True):
-    """What a run is made of: a checkpoint can be resumed with the same and with nothing else."""
-
-    settings: dict[str, Any]
-    """By dotted name, those that change what is trained."""
-    data: str
-    """Fingerprint of the prompts: equal where every number means the same prompt."""
-
-    @classmethod
-    def of(cls, config: Config, data: str) -> Origin:
-        settings = msgspec.msgpack.encode(trained(config))  # lists for tuples, as they are read back
-        return cls(msgspec.msgpack.decode(settings), data)
-
-
 class _State(msgspec.Struct, array_like=True):
     format: int
     server: dict[str, Any]
     payloads: list[tuple[str, bytes, bytes]]
     record: bytes
-    origin: Origin | None = None
-    """None in a checkpoint that was made before it was kept."""
 
 
-def pack_state(server: TrajectoryServer, record: Record, origin: Origin) -> bytes:
+def pack_state(server: TrajectoryServer, record: Record) -> bytes:
     payloads = server.payloads
     assert payloads is not None
     names = [*(name for name in server.groups), *(each.name for each in server)]
     held = [
         (name, payloads.tokens(name).tobytes(), payloads.logprobs(name).tobytes()) for name in names if name in payloads
     ]
-    return msgspec.msgpack.encode(_State(FORMAT, to_state(server), held, record.to_bytes(), origin))
-
-
-def refuse_others(checkpoint: Path, now: Origin) -> None:
-    """Refuse to resume from a checkpoint that was made with other settings or other data."""
-    made = msgspec.msgpack.decode((checkpoint / STATE).read_bytes(), type=_State).origin
-    if made is None:
-        return
-    was = [f"{name}={value}" for name, value in made.settings.items() if now.settings.get(name, ...) != value]
-    if was:
-        raise ConfigError(
-            f"{checkpoint} was made with {', '.join(was)}: write that into config.yaml again, or start a new run"
-        )
-    if made.data != now.data:
-        raise ConfigError(
-            f"the data is not what {checkpoint} was made with: put the old data.source back, or start a new run"
-        )
+    return msgspec.msgpack.encode(_State(FORMAT, to_state(server), held, record.to_bytes()))
 
 
 def unpack_state(body: bytes, server: TrajectoryServer, journal: DurableJournal) -> Record:
     """Bring a new server to where the checkpoint was made, and let its journal begin there."""
-    state = msgspec.msgpack.decode(body, type=_State)
-    if state.format != FORMAT:
-        raise ConfigError(f"the checkpoint has format {state.format}, this version of StaleFlow reads {FORMAT}")
-    restore(server, state.server)
+    state = _read(body)
+    try:
+        restore(server, state.server)
+        record = Record.from_bytes(state.record)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise RunError(f"{_unreadable(error)}: move the checkpoint away to resume from an earlier one") from error
     payloads = server.payloads
     assert payloads is not None
     for name, tokens, logprobs in state.payloads:
@@ -90,9 +57,27 @@ def unpack_state(body: bytes, server: TrajectoryServer, journal: DurableJournal)
         if each.state in ENDED:
             payloads.seal(each.name)
     journal.snapshot(to_state(server))
-    return Record.from_bytes(state.record)
+    return record
 
 
-def newest(checkpoints: Path) -> Path | None:
-    """The latest checkpoint that a run can go on from."""
-    return max((each for each in checkpoints.glob("step-*") if (each / STATE).is_file()), default=None)
+def version_in(body: bytes) -> int:
+    """The version at which the state was packed. ``RunError`` if it is not such a state."""
+    state = _read(body)
+    try:
+        return int(state.server["ledger"]["version"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(_unreadable(error)) from error
+
+
+def _read(body: bytes) -> _State:
+    try:
+        state = msgspec.msgpack.decode(body, type=_State)
+    except ValueError as error:
+        raise RunError(_unreadable(error)) from error
+    if state.format != FORMAT:
+        raise RunError(f"{STATE} has format {state.format}, this version of StaleFlow reads {FORMAT}: update StaleFlow")
+    return state
+
+
+def _unreadable(error: Exception) -> str:
+    return f"{STATE} cannot be read ({' '.join(f'{type(error).__name__}: {error}'.split())})"

@@ -62,6 +62,8 @@ class Settings:
 class StalledError(StaleFlowError, RuntimeError):
     """Nothing has happened for so long that nothing will; the message says what the run waits for."""
 
+    exit_code = 1
+
 
 class ControlPlane:
     def __init__(

@@ -15,7 +15,7 @@ in ``payload_files.py``'s files where the tokens of live trajectories are, synce
 stay in the log for those who ask what happened; their payload does not.
 
 Only the owner writes: a lock file, which the kernel lets go of when its holder dies, keeps a second one out. Anyone may
-read while a run is going on.
+read while a run is in progress.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from staleflow.servers.payload_files import Named, PayloadFiles, Place
 from staleflow.servers.payloads import Chunk
 
 SNAPSHOT_EVENTS = 200_000
-"""Replaying so many takes about a second."""
+"""Replaying this many takes about a second."""
 TRANSACTION_BYTES = 8 << 20
 """Payload in one transaction, about; it bounds how long an event waits for its sync behind others."""
 RETRY_S = 1.0
@@ -262,7 +262,7 @@ class DurableJournal:
     # Reading back
 
     def belongs_to(self, settings: dict[str, int]) -> None:
-        """Remember what the run was started with, or refuse to go on with something else."""
+        """Remember what the run was started with, or refuse to continue with something else."""
         found = self._db.execute("SELECT value FROM meta WHERE key='settings'").fetchone()
         if found is None:
             self._db.execute("INSERT INTO meta VALUES('settings', ?)", (json.dumps(settings),))

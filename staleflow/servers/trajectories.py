@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from staleflow.protocol import REDUNDANT, StalenessLedger
+from staleflow.protocol import REDUNDANT, Ledger
 from staleflow.servers.book import Book, group_name, still_running
 from staleflow.servers.journal import Event, Journal
 from staleflow.servers.lifecycle import Group, State, Trajectory
@@ -44,7 +44,7 @@ class Prompts(Protocol):
 class TrajectoryServer(Book):
     def __init__(
         self,
-        ledger: StalenessLedger,
+        ledger: Ledger,
         group_size: int,
         extra_members: int,
         journal: Journal,

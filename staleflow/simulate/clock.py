@@ -29,6 +29,8 @@ Result = TypeVar("Result")
 class DeadlockError(StaleFlowError, RuntimeError):
     """No timer is left and tasks are pending."""
 
+    exit_code = 1
+
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     _ready: deque[asyncio.Handle]

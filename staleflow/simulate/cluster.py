@@ -16,10 +16,10 @@ from collections.abc import Callable
 from staleflow.coordinator.decide import Decision, plain
 from staleflow.coordinator.situation import Route
 from staleflow.runtime.control import ControlPlane, Settings
-from staleflow.runtime.filters import no_signal
 from staleflow.runtime.outbox import HeldInstance, HeldRewards, HeldTrainer, Outbox
 from staleflow.runtime.ports import Report, Work
 from staleflow.servers.book import let_go, of_group
+from staleflow.servers.filters import no_signal
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import TOKEN
 from staleflow.servers.trajectories import TrajectoryServer
@@ -28,11 +28,11 @@ from staleflow.simulate.disk import SimJournal
 from staleflow.simulate.instance import Instance
 from staleflow.simulate.network import Network, Remote
 from staleflow.simulate.policy import STALEFLOW, Policy
-from staleflow.simulate.presets import BLOCK, Setting
 from staleflow.simulate.randomness import Keyed
 from staleflow.simulate.recorder import Recorder
 from staleflow.simulate.rewards import SimRewards
 from staleflow.simulate.rollout import SimRollout
+from staleflow.simulate.setting import BLOCK, Setting
 from staleflow.simulate.trainer import SimTrainer
 from staleflow.simulate.weights import SimWeights
 
@@ -69,7 +69,7 @@ class Cluster:
             self.loop,
             self.keyed,
             setting.reward_s,
-            setting.reward_success if setting.filter_uniform else None,
+            setting.reward_success if setting.filter != "none" else None,
             self.scored,
         )
         self.control = self.new_control(term=1)
@@ -195,7 +195,7 @@ class Cluster:
             settings, server, HeldTrainer(self.trainer, outbox), HeldRewards(self.rewards, outbox), self, term
         )
         control.on_decision = self._decided
-        control.filter = no_signal if setting.filter_uniform else control.filter
+        control.filter = no_signal if setting.filter != "none" else control.filter
         return control
 
     def _longest_step_s(self) -> float:
@@ -211,7 +211,8 @@ class Cluster:
         setting = self.setting
         if setting.speed_spread:
             speed *= 1 + setting.speed_spread * (2 * self.keyed.uniform("speed", name) - 1)
-        engine = Instance(setting.rollout, setting.kv_tokens // BLOCK, BLOCK, setting.max_running, setting.chunk, speed)
+        blocks, limits = setting.kv_tokens // BLOCK, (setting.max_running, setting.prefill_tokens)
+        engine = Instance(setting.rollout, blocks, BLOCK, *limits, speed)
         left = self.recorder.left
         return self.rollout_kind(name, self.loop, engine, self.weights, self._target_of, self.report, left)
 

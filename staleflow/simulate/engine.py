@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from staleflow.coordinator.cost import CostModel
 from staleflow.rollout.engine import (
@@ -129,6 +130,9 @@ class SimEngine:
             self.instance.resume(self.now)
             self.version = held
         return held
+
+    def weights(self) -> dict[str, Any]:
+        return {}
 
     def snapshot(self) -> EngineSnapshot:
         load = self.instance.load(self.now)

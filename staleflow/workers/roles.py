@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staleflow.run.directory import RunDirectory
-from staleflow.run.parts import engine_options, sampling, trainer_options
+from staleflow.rollout.options import ENGINES
 from staleflow.types import Ready, Setup
 from staleflow.workers.link import Link
 
 if TYPE_CHECKING:
+    from staleflow.config import Config
+    from staleflow.rollout.engine import Engine
     from staleflow.servers.weights import LocalParameterServer
 
 
@@ -37,27 +38,25 @@ class LazyWeights:
         if self._server is None:
             from staleflow.servers.weights import LocalParameterServer
 
-            self._server = LocalParameterServer.attach(self._setup.store, registry=registry(self._setup))
+            self._server = LocalParameterServer.attach(self._setup.store)
         return self._server.pull(into, at_least)
-
-
-def registry(setup: Setup) -> Path:
-    """Where the parameter server of this run is found, and of no other run."""
-    return RunDirectory(Path(setup.run)).weights
 
 
 def _instance(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
-    from staleflow.rollout.builtin import TorchEngine
     from staleflow.tasks.opening import stop_tokens
     from staleflow.workers.rollout import RolloutWorker, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
-    engine = TorchEngine(setup.model, engine_options(config), version=-1)
-    drawing = sampling(config, stop_tokens(Path(setup.model)))
-    worker = RolloutWorker(engine, LazyWeights(setup), drawing, config.seed)
+    drawing = config.sampling(stop_tokens(Path(setup.model)))
+    worker = RolloutWorker(_engine(setup, config), LazyWeights(setup), drawing, config.seed)
     link.send(Ready(-1))
     return lambda: serve(worker, link)
+
+
+def _engine(setup: Setup, config: Config) -> Engine:
+    make = ENGINES.load(config.rollout.engine)
+    return make(setup.model, config.engine_options(), **config.rollout.engine_arguments)
 
 
 def _trainer(setup: Setup, link: Link) -> Any:
@@ -69,7 +68,7 @@ def _trainer(setup: Setup, link: Link) -> Any:
     from staleflow.workers.trainer import TrainerWorker, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
-    trainer = build(setup.model, trainer_options(config), config.training.device)
+    trainer = build(setup.model, config.trainer_options())
     weights = _store(setup)
     if weights.newest() >= 0:
         revive(trainer, weights)
@@ -100,27 +99,24 @@ def _store(setup: Setup) -> LocalParameterServer:
 
     if setup.standby:
         with contextlib.suppress(NoStoreError):  # it died before it made one
-            return LocalParameterServer.take_over(setup.store, registry=registry(setup))
-    return LocalParameterServer.create(setup.store, registry=registry(setup))
+            return LocalParameterServer.take_over(setup.store)
+    return LocalParameterServer.create(setup.store)
 
 
 def _evaluator(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
     from staleflow.reward.function import load_reward
-    from staleflow.rollout.builtin import TorchEngine
     from staleflow.tasks.opening import open_task
     from staleflow.workers.evaluator import Evaluator, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
-    task = open_task(config, Path(setup.model))
-    engine = TorchEngine(setup.model, engine_options(config), version=-1)
+    task = open_task(config.data, Path(setup.model), config.seed, config.evaluation.problems)
     evaluator = Evaluator(
-        engine,
-        engine.model.parameters,
+        _engine(setup, config),
         LazyWeights(setup),
         task.held_out,
-        sampling(config, task.stop_tokens, config.evaluation.temperature),
-        load_reward(config.reward.function, config.reward.timeout_s),
+        config.evaluated(task.stop_tokens),
+        load_reward(config.reward),
         task.decode,
     )
     link.send(Ready(-1))

@@ -115,9 +115,15 @@ class TrainerWorker:
         self._weights.push(self.trainer.version, self.trainer.weights() | left)
 
     def _save(self, folder: Path, also: Mapping[str, bytes]) -> None:
-        if not folder.exists():
-            save(self.trainer, folder, tokenizer=self._tokenizer, also=also)
+        """Asked again, by a control plane that did not hear the answer, there is nothing to do. What another attempt at
+        the run left under the same name is replaced."""
+        if not folder.is_dir() or any(content != _content(folder / name) for name, content in also.items()):
+            save(self.trainer, folder, tokenizer=self._tokenizer, also=also, replace=True)
         self._send(Saved(str(folder), self.trainer.version))
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def serve(worker: TrainerWorker, link: Link) -> None:

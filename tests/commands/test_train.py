@@ -84,7 +84,7 @@ def test_a_resume_without_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_p
     run = existing_run(tmp_path)
     (run / "checkpoints" / "step-000003" / STATE).unlink()
     assert main(["train", "--resume", str(run)]) == 2
-    assert "has no checkpoint to go on from" in capsys.readouterr().err
+    assert "has no whole checkpoint to resume from" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_plan_and_trains_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

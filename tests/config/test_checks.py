@@ -40,7 +40,7 @@ def settings(tmp_path: Path, model: Path, data: Path, *more: str) -> list[str]:
 
 
 def refused(overrides: Sequence[str], machine: Machine = ROOMY) -> str:
-    return refusals.refused(check, load("plain", overrides), machine)
+    return refusals.refused(lambda: check(load("plain", overrides), machine))
 
 
 def test_a_run_that_can_start_is_not_refused(tmp_path: Path, model: Path, data: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_dataset_that_is_missing(tmp_path: Path, model: Path) -> None:
         ("data.answer=right", "has no column 'right': give data.answer, one of question, answer"),
         ("data.held_out=none.jsonl", "data.held_out=none.jsonl: no such file"),
         ("data.held_out=none.csv", "give a .jsonl or .parquet file"),
-        ("data.arguments.x=1", "leave them out with a file"),
+        ("data.arguments.x=1", "data.arguments are for module:function: leave them out"),
     ],
 )
 def test_a_dataset_without_the_named_column(tmp_path: Path, model: Path, data: Path, override: str, line: str) -> None:
@@ -124,7 +124,7 @@ def test_a_dataset_whose_first_row_is_broken(tmp_path: Path, model: Path, data: 
 @pytest.mark.parametrize(
     ("source", "line"),
     [
-        ("mystery", "data.source=mystery is not known: give adder, a .jsonl"),
+        ("mystery", "data.source=mystery: write one of adder, a .jsonl"),
         ("no_such_module_here:rows", "importing no_such_module_here failed"),
         ("staleflow.tasks.arithmetic:nothing", "has no nothing"),
     ],
@@ -136,7 +136,7 @@ def test_a_data_source_that_is_not_known(tmp_path: Path, model: Path, source: st
 @pytest.mark.parametrize(
     ("function", "line"),
     [
-        ("rouge", "reward.function=rouge is not known: give module:function, an http address, or one of adder"),
+        ("rouge", "reward.function=rouge: write one of adder, exact-match"),
         ("no_such_module_here:score", "importing no_such_module_here failed"),
         ("tests.config.settings:SETTINGS", "is a dict: name a function"),
         ("http://", "has no host"),

@@ -1,3 +1,4 @@
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -5,7 +6,6 @@ import pytest
 from hypothesis import example, given, settings
 
 from staleflow.config import PRESETS, Config, ConfigError, differences, load, to_yaml
-from staleflow.config.rules import value_of
 from staleflow.config.text import parse, render
 from tests.config.settings import as_override, some_settings
 
@@ -17,7 +17,7 @@ from tests.config.settings import as_override, some_settings
 def test_what_is_written_is_read_back_equal(tmp_path_factory: pytest.TempPathFactory, given: dict[str, Any]) -> None:
     config = load(None, [as_override(*each) for each in given.items()])
     for name, value in given.items():
-        found = value_of(config, name)
+        found = attrgetter(name)(config)
         assert (list(found) if isinstance(found, tuple) else found) == value
     path = tmp_path_factory.mktemp("run") / "config.yaml"
     path.write_text(to_yaml(config), encoding="utf-8")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.coordinator.routing import ROUTING, route
+from staleflow.coordinator.routing import route
 from staleflow.coordinator.situation import Queued, Route, Situation
-from staleflow.coordinator.strategies import Strategies
+from staleflow.coordinator.strategies import ROUTING, Strategies
 from staleflow.protocol import StalenessLedger
 from tests.coordinator.make_situations import COST, clone, fresh, instance, random_situations, same, situation, started
 
@@ -117,14 +117,14 @@ def test_round_robin_goes_on_where_it_stopped_and_passed_over_instances_keep_the
     assert list(targets(route(one, strategies)).values()) == ["c", "a", "b"], "b had no memory for the first"
 
 
-@pytest.mark.parametrize("routing", ROUTING)
+@pytest.mark.parametrize("routing", ROUTING.entries)
 @pytest.mark.parametrize("views", [[], [instance("dead", alive=False)]])
 def test_without_instances_everything_waits(routing: str, views: list[object]) -> None:
     one = situation(views, started("g", 0, 500) + fresh("f", 500), {0: 3})  # type: ignore[arg-type]
-    assert ROUTING[routing](one, Strategies()) == []
+    assert ROUTING.load(routing)(one, Strategies()) == []
 
 
-@given(case=random_situations(), routing=st.sampled_from(sorted(ROUTING)), mu=st.sampled_from([0.0, 0.3]))
+@given(case=random_situations(), routing=st.sampled_from(sorted(ROUTING.entries)), mu=st.sampled_from([0.0, 0.3]))
 def test_no_route_overfills_or_breaks_the_bound_in_any_situation(case: Random, routing: str, mu: float) -> None:
     one, ledger = case
     before = clone(one)
@@ -150,7 +150,7 @@ def test_no_route_overfills_or_breaks_the_bound_in_any_situation(case: Random, r
         assert fleet.kv_free[row] >= 0
 
 
-@given(random_situations(), st.sampled_from(sorted(ROUTING)))
+@given(random_situations(), st.sampled_from(sorted(ROUTING.entries)))
 def test_the_younger_never_gets_a_place_that_the_older_could_have_had(case: Random, routing: str) -> None:
     one, _ = case
     routed = set(targets(route(one, Strategies(routing=routing, mu=0.0))))  # type: ignore[arg-type]

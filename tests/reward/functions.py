@@ -51,3 +51,7 @@ async def later(problem: Problem, response: Response) -> float:
 def spelled(problem: Problem, response: Response) -> float:
     """Whether the text is the answer."""
     return float(response.text == problem.facts["answer"])
+
+
+def weighed(_: Problem, response: Response, weight: float = 1.0) -> float:
+    return weight * len(response.text)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from staleflow.reward.function import Response, RewardError, checked, load_reward
+from staleflow.reward.options import Reward
 from staleflow.tasks.task import Problem
 
 release = threading.Event()
@@ -46,7 +47,9 @@ def address() -> Iterator[str]:
 
 def ask(address: str, timeout_s: float = 10.0) -> float:
     async def main() -> Any:
-        answer: Any = load_reward(address, timeout_s)(Problem((1, 2), {"bonus": 100}), Response("abc", (5, 6)))
+        answer: Any = load_reward(Reward(address, timeout_s=timeout_s))(
+            Problem((1, 2), {"bonus": 100}), Response("abc", (5, 6))
+        )
         return await answer
 
     try:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from staleflow.errors import ConfigError
 from staleflow.reward.function import RewardError
-from staleflow.reward.pool import PoolPort, RewardPool, Settings
+from staleflow.reward.options import Reward
+from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Chunk
 from staleflow.tasks.adder import VOCABULARY, Adder
@@ -25,8 +27,8 @@ PROBLEM = Problem("four", {})
 class Desk:
     """Submits and collects the answers."""
 
-    def __init__(self, spec: str, settings: Settings, decoder: str = "") -> None:
-        self.pool = RewardPool(spec, settings, self._answer, self._answer, decoder=decoder)
+    def __init__(self, options: Reward, decoder: str = "") -> None:
+        self.pool = RewardPool(options, self._answer, self._answer, decoder=decoder)
         self.answers: dict[str, float | str] = {}
         self._came = asyncio.Event()
 
@@ -56,7 +58,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 def desk(workers: int = 1, timeout_s: float = 10.0, function: str = "behave") -> Desk:
-    return Desk(f"tests.reward.functions:{function}", Settings(workers, timeout_s))
+    return Desk(Reward(f"tests.reward.functions:{function}", workers=workers, timeout_s=timeout_s))
 
 
 def test_bad_rewards_are_failures_with_a_reason_and_cost_no_other_response_anything() -> None:
@@ -137,19 +139,17 @@ def test_async_rewards_are_awaited() -> None:
 def test_a_function_that_cannot_be_loaded_is_known_at_the_start() -> None:
     async def main(spec: str, message: str) -> None:
         with pytest.raises(RewardError, match=message):
-            await Desk(spec, Settings()).pool.start()
+            await Desk(Reward(spec)).pool.start()
 
     run(main("no_such_module:f", "importing no_such_module failed"))
 
 
-def test_a_response_is_not_scored_twice_at_once_and_can_be_withdrawn() -> None:
+def test_a_response_is_not_scored_twice_at_once() -> None:
     async def main() -> None:
         async with desk() as pool:
             for name in ("a", "a", "b", "c"):
                 pool.pool.submit(name, PROBLEM, text="good")
-            pool.pool.withdraw("b")
-            pool.pool.withdraw("never asked")
-            assert await pool.all(2) == {"a": 0.5, "c": 0.5}
+            assert await pool.all(3) == {"a": 0.5, "b": 0.5, "c": 0.5}
 
     run(main())
 
@@ -157,7 +157,7 @@ def test_a_response_is_not_scored_twice_at_once_and_can_be_withdrawn() -> None:
 def test_the_port_looks_up_the_problem_and_the_tokens() -> None:
     task = Adder()
     asked: list[tuple[str, Problem, bytes]] = []
-    pool = RewardPool("adder", Settings(), lambda *_: None, lambda *_: None)
+    pool = RewardPool(Reward(workers=2), lambda *_: None, lambda *_: None)
     pool.submit = lambda *job: asked.append(job)  # type: ignore[method-assign]
     port = PoolPort(pool, task.problem, lambda _name: b"\x07\0\0\0")
     trajectory = Trajectory("p3/0", Group("p3", 3, 0, 4, 1), state="generated")
@@ -170,7 +170,7 @@ def test_the_port_looks_up_the_problem_and_the_tokens() -> None:
 
 def test_workers_make_text_of_tokens() -> None:
     async def main(decoder: str, tokens: list[int]) -> None:
-        answers = Desk("tests.reward.functions:spelled", Settings(), decoder)
+        answers = Desk(Reward("tests.reward.functions:spelled", workers=2), decoder)
         async with answers as pool:
             pool.pool.submit("a", Problem("", {"answer": "#2 5 6 ="}), Chunk.of(0, tokens).tokens)
             assert await pool.all(1) == {"a": 1.0}
@@ -181,7 +181,7 @@ def test_workers_make_text_of_tokens() -> None:
 def test_a_tokenizer_that_cannot_be_read_is_known_at_the_start(tmp_path: Path) -> None:
     async def main() -> None:
         with pytest.raises(RewardError, match=r"tokenizer.json cannot be read .*: save a fast tokenizer"):
-            await Desk("adder", Settings(), str(tmp_path / "tokenizer.json")).pool.start()
+            await Desk(Reward(), str(tmp_path / "tokenizer.json")).pool.start()
 
     run(main())
 
@@ -262,7 +262,7 @@ def test_a_listener_that_fails_stops_nobody() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("settings", [{"workers": 0}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}])
-def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(RewardError, match=r"at least 1|above 0"):
-        Settings(**settings)
+@pytest.mark.parametrize("options", [{"workers": 0}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}])
+def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"1 or more|above 0|not finite"):
+        Reward(**options)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.commands.options import read_profile
+from staleflow.config.costs import read_profile
 from staleflow.coordinator.cost import CostModel
 from staleflow.rollout.engine import EngineSnapshot
 from staleflow.run import costs as costs_module

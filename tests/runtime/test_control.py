@@ -14,7 +14,7 @@ from staleflow.runtime.control import StalledError
 from staleflow.runtime.situate import MOST_QUEUED
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.invariants import check_all, lost_prompts, watch
-from staleflow.simulate.presets import Setting, preset, with_strategies
+from staleflow.simulate.setting import Setting, preset, with_strategies
 
 SMALL = replace(preset("paper-14b"), instances=4, groups=4, group_size=2, steps=4, staleness=1)
 

@@ -11,8 +11,9 @@ from staleflow.coordinator.strategies import Strategies
 from staleflow.simulate import faults, invariants
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.disk import FAULT
-from staleflow.simulate.presets import Setting, preset
-from staleflow.simulate.workload import Bimodal, Lognormal, PowerLaw, Sampled, Uniform, Workload
+from staleflow.simulate.lengths import Bimodal, Lognormal, PowerLaw, Uniform
+from staleflow.simulate.setting import Setting, preset
+from staleflow.simulate.workload import Sampled, Workload
 
 BASE = preset("paper-14b")
 LENGTHS = (
@@ -40,7 +41,7 @@ def setting_of(seed: int) -> Setting:
         training_gpus=4,
         redundancy=random.choice((0, 0, 1)),
         extra_members=random.choice((0, 0, 1)),
-        filter_uniform=filtered,
+        filter="no-signal" if filtered else "none",
         reward_s=random.choice((0.0, 3.0)),
         prompts=None if filtered else prompts,  # prompts without signal are not drawn again
         workload=Workload(

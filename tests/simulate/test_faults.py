@@ -39,7 +39,7 @@ def test_the_same_seed_gives_the_same_run_to_the_last_event(seed: int) -> None:
 def test_without_faults_and_without_surplus_no_token_is_wasted(seed: int) -> None:
     setting = setting_of(seed)
     strategies = replace(setting.strategies, tail="wait")
-    lossless = replace(setting, redundancy=0, extra_members=0, filter_uniform=False, strategies=strategies)
+    lossless = replace(setting, redundancy=0, extra_members=0, filter="none", strategies=strategies)
     assert not run(seed, count=0, setting=lossless).recorder.wasted
 
 

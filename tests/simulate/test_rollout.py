@@ -8,8 +8,8 @@ from staleflow.runtime.ports import Fence, Report, Work
 from staleflow.simulate.clock import VirtualLoop
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.instance import Instance
-from staleflow.simulate.presets import preset
 from staleflow.simulate.rollout import STREAM_S, SimRollout
+from staleflow.simulate.setting import preset
 from staleflow.simulate.weights import SimWeights
 
 STEP = preset("paper-14b").rollout

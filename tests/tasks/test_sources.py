@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from staleflow.errors import ConfigError
 from staleflow.tasks.adder import Adder
-from staleflow.tasks.sources import generated, load_function, part, read_file, read_jsonl, read_parquet, reasoning_gym
+from staleflow.tasks.sources import generated, read_file, read_jsonl, read_parquet, reasoning_gym
 from staleflow.tasks.task import Problem, TaskError
 
 ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1), "level": n} for n in range(4)]
@@ -61,14 +62,6 @@ def test_a_prompt_can_be_made_of_several_columns(tmp_path: Path) -> None:
     assert problem.facts["answer"] == 2.0
 
 
-def test_a_problem_stays_in_its_split_when_the_data_grows() -> None:
-    problems = [Problem(f"question {at}", {"at": at}) for at in range(300)]
-    train, held = part(problems, "train"), part(problems, "held-out")
-    assert sorted(problem.facts["at"] for problem in train + held) == list(range(300))
-    assert 10 < len(held) < 60
-    assert part(problems[:150], "held-out") == [problem for problem in held if problem.facts["at"] < 150]
-
-
 @pytest.mark.parametrize(
     ("lines", "columns", "message"),
     [
@@ -93,7 +86,7 @@ def test_bad_rows_are_one_clear_line(
 def test_missing_files_and_unknown_endings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="correct the path"):
         read_file(tmp_path / "none.jsonl")
-    with pytest.raises(TaskError, match=r"give a \.jsonl or a \.parquet"):
+    with pytest.raises(ConfigError, match=r"write one of adder, a \.jsonl file"):
         read_file(tmp_path / "data.csv")
 
 
@@ -116,16 +109,16 @@ def test_generators_that_make_something_else_are_refused(name: str, message: str
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("no_colon", "write module:function"),
-        (":name", "write module:function"),
+        ("no_colon", "or module:function"),
+        (":name", "or module:function"),
         ("no_such_module_anywhere:f", "importing no_such_module_anywhere failed"),
         (f"{__name__}:missing", "has no missing"),
         (f"{__name__}:NOT_A_FUNCTION", "is a int: name a function"),
     ],
 )
 def test_functions_that_cannot_be_found_are_one_clear_line(spec: str, message: str) -> None:
-    with pytest.raises(TaskError, match=message) as error:
-        load_function(spec, "data")
+    with pytest.raises(ConfigError, match=message) as error:
+        generated(spec)
     assert "\n" not in str(error.value)
 
 

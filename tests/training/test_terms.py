@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from staleflow.servers.payloads import Row
+from staleflow.training.options import CORRECTIONS
 from staleflow.training.trainer import Group, Trainer, TrainerOptions
 from tests.training.oracle import gae
 from tests.training.test_trainer import base, groups_of, updated
@@ -94,7 +95,7 @@ def test_gae_has_the_gradients_of_ppo_written_out(base: Any) -> None:
     for row in (row for group in groups for row in group):
         values = head(hidden(model, row))
         rewards = [0.0] * (row.tokens.size - 1) + [row.reward]
-        advantages = torch.tensor(gae(rewards, values.tolist(), 0.9, 0.8, 0.0), dtype=torch.float64)
+        advantages = torch.tensor(gae(rewards, values.tolist(), 0.9, 0.8), dtype=torch.float64)
         total = total - (advantages * logprobs(model, row)).sum()
         total = total + 0.3 * 0.5 * ((values - (advantages + values.detach())) ** 2).sum()
     total.backward()
@@ -123,9 +124,9 @@ def test_the_value_head_learns_what_states_are_worth_at_its_own_rate(base: Any) 
 
 def test_several_updates_are_those_of_steps_on_each_part(base: Any) -> None:
     groups = as_drawn_by(base, groups_of(5, 4, seed=2))
-    options = TrainerOptions(9, "dr_grpo", "ppo", learning_rate=1e-3, updates_per_step=2, skip_no_signal=False)
+    options = TrainerOptions(9, "rloo", "ppo", learning_rate=1e-3, updates_per_step=2, skip_no_signal=False)
     together, report = updated(base, options, groups, [5])
-    single = Trainer(copy.deepcopy(base), TrainerOptions(9, "dr_grpo", "ppo", learning_rate=1e-3, skip_no_signal=False))
+    single = Trainer(copy.deepcopy(base), TrainerOptions(9, "rloo", "ppo", learning_rate=1e-3, skip_no_signal=False))
     for step, part in enumerate((groups[:2], groups[2:])):
         single.feed(step, part)
         single.finish(step)
@@ -136,15 +137,12 @@ def test_several_updates_are_those_of_steps_on_each_part(base: Any) -> None:
 
 def test_the_proximal_policy_is_the_one_at_the_beginning_of_the_step(base: Any, monkeypatch: Any) -> None:
     groups = groups_of(4, 3, seed=2)
+    seen: list[Tensor] = []
+    correct = CORRECTIONS.load("decoupled")
+    watched = {"decoupled": lambda proximal_T, *rest: seen.append(proximal_T) or correct(proximal_T, *rest)}
+    monkeypatch.setattr(CORRECTIONS, "_loaded", watched)
     trainer = Trainer(
         copy.deepcopy(base), TrainerOptions(0, correction="decoupled", learning_rate=0.05, updates_per_step=4)
-    )
-    seen: list[Tensor] = []
-    correction = Trainer._correction
-    monkeypatch.setattr(
-        Trainer,
-        "_correction",
-        lambda self, proximal_T, batch: seen.append(proximal_T) or correction(self, proximal_T, batch),
     )
     trainer.feed(0, groups)
     report = trainer.finish(0)

@@ -97,7 +97,7 @@ def assert_the_same_in_pieces(base: Any, options: TrainerOptions) -> None:
 def test_a_streamed_step_makes_the_same_update_as_a_whole_one(
     base: Any, advantage: Any, loss: Any, correction: Any
 ) -> None:
-    assert_the_same_in_pieces(base, TrainerOptions(0, advantage, loss, correction, learning_rate=1e-2))
+    assert_the_same_in_pieces(base, TrainerOptions(0, advantage, loss, correction, learning_rate=1e-2, max_tokens=50))
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
@@ -152,7 +152,7 @@ def test_the_gradient_of_an_on_policy_step_is_the_plain_policy_gradient(base: An
             rows.append(row._replace(logprobs=logprobs[at : at + row.tokens.size]))
             at += row.tokens.size
         honest.append(rows)
-    trainer = Trainer(copy.deepcopy(base), TrainerOptions(0, "dr_grpo", "ppo", clip_norm=1e9))
+    trainer = Trainer(copy.deepcopy(base), TrainerOptions(0, "dr_grpo", "ppo", clip_norm=1e9, max_tokens=50))
     trainer.feed(0, honest)
     model = copy.deepcopy(base)
     total = torch.zeros(())
@@ -253,32 +253,32 @@ def test_a_gradient_that_is_no_number_changes_nothing(base: Any) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"max_staleness": -1}, "max_staleness is -1: give 0 or more"),
-        ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"learning_rate": 0.0}, "learning_rate is 0.0"),
-        ({"micro_tokens": 0}, "micro_tokens is 0"),
+        ({"max_staleness": -1}, "max_staleness=-1 is too low: give 0 or more"),
+        ({"temperature": 0.0}, "temperature=0.0 is too low"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0 is too low"),
+        ({"micro_tokens": 0}, "micro_tokens=0 is too low"),
         ({"schedule": "cosine"}, "give total_steps too"),
-        ({"advantage": "ppo"}, "advantage 'ppo' is unknown"),
-        ({"correction": "some"}, "correction 'some' is unknown: use one of none, truncated"),
-        ({"autocast": "on"}, "autocast 'on' is unknown: use one of auto, off"),
-        ({"updates_per_step": 0}, "updates_per_step is 0: give at least 1"),
-        ({"kl_coefficient": -1.0}, "kl_coefficient is -1.0: give 0 or more"),
-        ({"gae_lambda": 1.5}, "gae_lambda is 1.5: give 0 to 1"),
-        ({"sequence_band": (1.5, 2.0)}, r"sequence_band is \(1.5, 2.0\): give 0 < low <= 1 <= high"),
+        ({"advantage": "ppo"}, "advantage=ppo: write one of grpo, dr_grpo"),
+        ({"correction": "some"}, "correction=some: write one of none, truncated"),
+        ({"autocast": "on"}, "autocast=on: write one of auto, off"),
+        ({"updates_per_step": 0}, "updates_per_step=0 is too low: give 1 or more"),
+        ({"kl_coefficient": -1.0}, "kl_coefficient=-1.0 is too low: give 0 or more"),
+        ({"gae_lambda": 1.5}, "gae_lambda=1.5 is too high: give at most 1"),
+        ({"sequence_band": (1.5, 2.0)}, r"sequence_band=\[1.5, 2\]: give 0 < low <= 1 <= high"),
         ({"overlong_buffer": 5}, "give max_tokens too"),
         ({"overlong_buffer": 5, "max_tokens": 4}, "give max_tokens too, at least the buffer"),
         ({"lora_rank": 2, "train_only": ("*",)}, "leave one out"),
         ({"lora_rank": 2, "lora_targets": ()}, "lora_targets is empty"),
         ({"lora_targets": ("lm_head",)}, "lora_targets has lm_head: adapt matrices inside the layers"),
-        ({"value_learning_rate": 0.1}, "given without a value head: use advantage gae"),
+        ({"value_learning_rate": 0.1}, "given without a value head: give training.advantage=gae"),
         ({"advantage": "reinforce++", "whiten_advantages": True}, "is whitened already"),
-        ({"loss": "sft"}, "loss 'sft' is unknown"),
-        ({"eps_low": 1.5}, "eps_low is 1.5: give 0 to 1"),
-        ({"eps_high": -0.1}, "eps_high is -0.1: give 0 or more"),
-        ({"eps_high": math.nan}, "eps_high is nan: give 0 or more"),
-        ({"dual_clip": 1.0}, "dual_clip is 1.0: give a ratio above 1"),
-        ({"loss": "gspo", "dual_clip": 3.0}, "loss gspo has no dual_clip: leave it out, or use ppo or dapo"),
-        ({"loss": "cispo", "dual_clip": 3.0}, "loss cispo has no dual_clip"),
+        ({"loss": "sft"}, "loss=sft: write one of ppo, dapo, gspo, cispo, or module:function"),
+        ({"eps_low": 1.5}, "eps_low=1.5 is too high: give at most 1"),
+        ({"eps_high": -0.1}, "eps_high=-0.1 is too low: give 0 or more"),
+        ({"eps_high": math.nan}, "eps_high=nan is not finite"),
+        ({"dual_clip": 1.0}, "dual_clip=1.0 is too low: give a number above 1"),
+        ({"loss": "gspo", "dual_clip": 3.0}, "loss=gspo has no dual_clip: leave it out, or give one of ppo, dapo"),
+        ({"loss": "cispo", "dual_clip": 3.0}, "loss=cispo has no dual_clip"),
     ],
 )
 def test_contradictory_options_are_refused_at_the_start(wrong: dict[str, Any], message: str) -> None:

@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 def evaluator(folder: Path, store: Store, reward: Any) -> Evaluator:
     engine = TorchEngine(folder, EngineOptions(kv_tokens=256, max_running=8, threads=1), version=-1)
     sampling = Sampling(temperature=0.0, max_tokens=8)
-    return Evaluator(engine, engine.model.parameters, store, PROBLEMS, sampling, reward, lambda _: "")
+    return Evaluator(engine, store, PROBLEMS, sampling, reward, lambda _: "")
 
 
 def score(_: Problem, response: Response) -> float:

@@ -11,6 +11,7 @@ import torch
 from staleflow.runtime.local.link import SocketLink, pack
 from staleflow.servers.weights import PRIVATE
 from staleflow.training.checkpoints import load
+from staleflow.training.checksums import damage
 from staleflow.training.trainer import Group, StalenessError, Trainer, TrainerOptions
 from staleflow.types import (
     Broken,
@@ -159,6 +160,16 @@ def test_a_checkpoint_of_the_version_asked_for_is_written_once_and_can_be_loaded
     assert load(other.trainer, folder) == 1
     other.worker.handle([Feed(1, step(1)), Finish(1)])
     assert same(other.versions[2], desk.versions[2])
+
+
+def test_a_checkpoint_that_another_attempt_left_is_not_taken_for_the_one_asked_for(base: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "step-000001"
+    before, after = Desk(base), Desk(base)
+    before.worker.handle([Feed(0, step(0)), Finish(0), Save(str(folder), {"run.state": b"an earlier attempt"})])
+    (folder / "run.state").unlink()
+    after.worker.handle([Feed(0, step(0)), Finish(0), Save(str(folder), {"run.state": b"this attempt"})])
+    assert (folder / "run.state").read_bytes() == b"this attempt"
+    assert damage(folder) == ""
 
 
 def test_a_trajectory_beyond_the_bound_breaks_the_run_by_name_and_changes_nothing(base: Any) -> None:

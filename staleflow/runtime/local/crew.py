@@ -26,7 +26,6 @@ from staleflow.types import Broken, Role, Setup
 
 MOST_LIVES = 5
 """A process that dies so often will die again."""
-STORE = "weights"
 
 Hear = Callable[[Child, Any], None]
 
@@ -58,7 +57,7 @@ class Crew:
             name,
             str(self._directory.path),
             str(self._model),
-            STORE,
+            self._directory.store,
             list(place.cores),
             place.threads,
             place.nice,

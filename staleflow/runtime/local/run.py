@@ -22,20 +22,19 @@ from typing import Any
 from staleflow.config import Config
 from staleflow.config.machine import free_memory
 from staleflow.config.memory import trajectory_bytes
-from staleflow.config.schema import ADDER
 from staleflow.coordinator.cost import CostModel
 from staleflow.observe.metrics import MetricsLog
 from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
-from staleflow.reward.pool import Settings as RewardSettings
+from staleflow.run.checkpoints import checkpoints
 from staleflow.run.costs import RunCosts, TimedRewards, TimedTrainer
 from staleflow.run.decisions import DecisionLog
 from staleflow.run.directory import RunDirectory
+from staleflow.run.origin import ORIGIN, origin_of
 from staleflow.run.parts import sizes
 from staleflow.run.record import Record
-from staleflow.run.state import STATE, Origin, pack_state, unpack_state
+from staleflow.run.state import STATE, pack_state, unpack_state
 from staleflow.runtime.control import ControlPlane, Settings
-from staleflow.runtime.filters import no_signal
 from staleflow.runtime.local.crew import Crew, RunError
 from staleflow.runtime.local.placement import placement
 from staleflow.runtime.local.process import Child
@@ -43,11 +42,14 @@ from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.outbox import Outbox
 from staleflow.servers.book import let_go
 from staleflow.servers.durable import DurableJournal
+from staleflow.servers.filters import FILTERS
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer
-from staleflow.servers.weights import reclaim
+from staleflow.servers.weights import claim
 from staleflow.tasks.opening import TaskSet
+from staleflow.tasks.options import ADDER
+from staleflow.training.checksums import REMOVED
 from staleflow.types import Evaluate, Evaluated, News, Pushed, Ready, Saved, Trained
 
 __all__ = ["LocalRun", "RunError"]
@@ -89,6 +91,7 @@ class LocalRun:
         self._model = model
         self._cost = cost
         self._checkpoint = checkpoint
+        self._origin = origin_of(config, task.fingerprint, model)
         self._metrics = MetricsLog(directory.metrics)
         self._decisions = DecisionLog(directory.decisions, on_trouble=lambda why: setattr(self, "notes", (why,)))
         self._training = False
@@ -116,14 +119,15 @@ class LocalRun:
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
         places = placement(cores, config.rollout.instances, config.processes.threads, config.processes.pin)
         self.crew = Crew(self.directory, self._model, places, self._checkpoint)
-        self._open()
-        try:
-            await self.crew.within(self._start(), "start of all processes", START_S)
-            await self._evaluate()
-            await self._train()
-            await self._end()
-        finally:
-            await self._close()
+        with claim(self.directory.store):
+            self._open()
+            try:
+                await self.crew.within(self._start(), "start of all processes", START_S)
+                await self._evaluate()
+                await self._train()
+                await self._end()
+            finally:
+                await self._close()
         self._write_profile()
         return self.summary()
 
@@ -165,8 +169,7 @@ class LocalRun:
         self._trainer = RemoteTrainer(self.crew, self.server, self.server.ledger.version)
         self._log = os.open(self.directory.log("reward"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._pool = RewardPool(
-            config.reward.function,
-            RewardSettings(config.reward.workers, config.reward.timeout_s),
+            config.reward,
             self._on_scored,
             self._on_score_failed,
             stderr=self._log,
@@ -190,8 +193,7 @@ class LocalRun:
         trainer = TimedTrainer(self._trainer, self.outbox, self.costs.finish)
         control = ControlPlane(settings, self.server, trainer, rewards, self.task.prompts, term=self._life)
         control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
-        if config.filter == "no-signal":
-            control.filter = no_signal
+        control.filter = FILTERS.bound(config.filter, {}, config.filter_arguments)
         return control
 
     async def _start(self) -> None:
@@ -256,7 +258,7 @@ class LocalRun:
             self.control.on_trainer_back()
         for folder, (wanted, state, _) in self._saving.items():
             if wanted == version:
-                self._trainer.save(folder, {STATE: state})
+                self._trainer.save(folder, {STATE: state, ORIGIN: self._origin})
 
     def _from_evaluator(self, child: Child, message: Any) -> None:
         match message:
@@ -412,18 +414,16 @@ class LocalRun:
 
     def _save(self, version: int) -> asyncio.Event:
         """The trainer gets this before any word of the next step's end, so it is at this version then."""
-        origin = Origin.of(self.config, self.task.fingerprint)
-        folder, state = self.directory.checkpoint(version), pack_state(self.server, self.record, origin)
-        done = asyncio.Event()
+        folder, state, done = self.directory.checkpoint(version), pack_state(self.server, self.record), asyncio.Event()
         self._saving[folder] = (version, state, done)
-        self.outbox.send(self._trainer.save, folder, {STATE: state})
+        self.outbox.send(self._trainer.save, folder, {STATE: state, ORIGIN: self._origin})
         return done
 
     def _prune(self) -> None:
         """Keep the latest checkpoints only. One is renamed first, so that a half deleted one has no name to go by."""
         if keep := self.config.checkpoints.keep:
-            for folder in sorted(self.directory.checkpoints.glob("step-*"))[:-keep]:
-                gone = folder.rename(folder.with_name(f".removed-{folder.name}"))
+            for folder in checkpoints(self.directory.checkpoints)[:-keep]:
+                gone = folder.rename(folder.with_name(f"{REMOVED}{folder.name}"))
                 shutil.rmtree(gone, ignore_errors=True)
 
     async def _end(self) -> None:
@@ -438,7 +438,6 @@ class LocalRun:
         await self._pool.close()
         os.close(self._log)
         await self.crew.stop()
-        reclaim(self.directory.weights)  # shared memory of a trainer that was killed
         self.journal.on_durable = lambda: None
         await asyncio.to_thread(self.journal.close)
         self._metrics.close()

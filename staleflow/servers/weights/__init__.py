@@ -12,7 +12,8 @@ and instances need only the run's name:
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +34,7 @@ __all__ = [
     "Pulled",
     "Pushed",
     "WeightsError",
+    "claim",
     "reclaim",
 ]
 
@@ -190,6 +192,20 @@ class LocalParameterServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def claim(name: str, registry: Path | str | None = None) -> Generator[None]:
+    """Meanwhile the store of this name is not a leftover, even if no process is attached. Before and after, whatever
+    dead runs left is reclaimed."""
+    reclaim(registry)
+    folder = Registry(registry)
+    fd = folder.claim(name)
+    try:
+        yield
+    finally:
+        folder.disclaim(name, fd)
+        reclaim(registry)
 
 
 def reclaim(registry: Path | str | None = None) -> list[str]:
