@@ -257,7 +257,7 @@ class ControlPlane:
         return news or self.server.give_back(name, epoch, spans)
 
     def on_scored(self, name: str, reward: float) -> None:
-        if self.over or not self.scoring.answered(name):
+        if not self.scoring.answered(name):
             return
         self._news_at = self._now()
         if completed := self.server.score(name, reward):
@@ -271,8 +271,7 @@ class ControlPlane:
             self._release(group, why, again=False)
 
     def on_score_failed(self, name: str, why: str) -> None:
-        if not self.over:
-            self.scoring.failed(name, why)
+        self.scoring.failed(name, why)
 
     def on_pushed(self, version: int) -> None:
         if self._feed.pushed(version):

@@ -61,6 +61,7 @@ class Scoring:
             self._give_up(asked.trajectory, why)
 
     def close(self) -> None:
+        """Wait for no answer any more: those that come are no news."""
         self._asked.clear()
         if self._timer is not None:
             self._timer.cancel()

@@ -27,7 +27,7 @@ class Kind:
 
 
 def built_in(folder: Path, **more: Any) -> Engine:
-    options = {"kv_tokens": KV_TOKENS, "max_running": MAX_RUNNING, "page_size": PAGE, "threads": 1}
+    options: dict[str, Any] = {"kv_tokens": KV_TOKENS, "max_running": MAX_RUNNING, "page_size": PAGE, "threads": 1}
     return TorchEngine(folder, EngineOptions(**(options | more)), version=0)
 
 

@@ -39,7 +39,7 @@ fences = st.builds(Fence, st.sampled_from(TERMS), st.sampled_from((3, 4)), st.sa
 def test_commands_are_applied_in_order_without_gaps_once_and_none_of_an_earlier_term(heard: list[Fence]) -> None:
     """Each command submits a trajectory named after it; what is held says what was applied, in order."""
     one = new(modelled(Path()), payload=False)
-    term, expected, came = 0, list[str](), set[Fence]()
+    term, number, expected, came = 0, 0, list[str](), set[Fence]()
     for fence in heard:
         one.hear(Submit(fence, [work(f"{fence.term}.{fence.number}")]))
         if fence.incarnation == 4 and fence.term >= term:
