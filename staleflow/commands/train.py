@@ -77,8 +77,8 @@ def train(
 ) -> dict[str, Any]:
     """Everything heavy happens in here. ``held``: until when a new run directory is owned."""
     from staleflow.observe.terminal import TerminalView
-    from staleflow.run.status import status_of
     from staleflow.runtime.local.run import LocalRun
+    from staleflow.runtime.local.status import status_of
     from staleflow.tasks.opening import model_folder, open_task
 
     out = sys.stderr if quiet else sys.stdout

@@ -381,7 +381,7 @@ class ControlPlane:
 
     def _end(self) -> None:
         self._feed.end()
-        self._scoring.close()
+        self.scoring.close()
         self._done.set()
 
     def _committed(self) -> None:

@@ -21,7 +21,7 @@ from staleflow.workers.rollout import STREAM_S, RolloutWorker
 
 HEARTBEAT_S = 10.0
 """The state is looked at when something has happened, and otherwise this often."""
-TO_THE_END = Sampling(max_tokens=2**62)
+TO_THE_END = Sampling(max_tokens=2**53)
 
 
 class SimRollout:
