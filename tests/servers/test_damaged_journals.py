@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.servers.database import JournalError
-from tests.servers.lives import image
+from tests.servers.random_server import image
 from tests.servers.test_durable import Pictured, live, reopened
 
 
