@@ -1,6 +1,6 @@
 """The command line: ``staleflow COMMAND``.
 
-What cannot be done is said in one line, with exit code 2; so is why a run could not continue, with exit code 1.
+What cannot be done is said in one line, with exit code 2; so is why a run got stuck, with exit code 1.
 """
 
 import argparse

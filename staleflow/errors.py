@@ -1,8 +1,7 @@
 """What can go wrong and is not a bug: every error that a user can cause is a ``StaleFlowError``.
 
 Its message is one line that says what was wrong, the value seen, and what to write instead. Commands print that line
-and end with exit code 2, or 1 where a run had begun and could not continue (a ``RuntimeError``). Anything else is a
-mistake of ours and keeps its traceback.
+and end with exit code 2, or 1 where a run got stuck. Anything else is a mistake of ours and keeps its traceback.
 """
 
 
@@ -17,7 +16,7 @@ class ConfigError(StaleFlowError, ValueError):
 
 
 class RunError(StaleFlowError, RuntimeError):
-    """A run cannot continue."""
+    """A run cannot start or continue."""
 
 
 def line_of(error: BaseException) -> str:

@@ -22,7 +22,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -67,10 +67,11 @@ class Registry(Generic[AnEntry]):
         module, _, function = name.partition(":")
         if not name or (module and function) or self.key(name) is not None:  # one not given yet is refused by ``check``
             return None
-        near = difflib.get_close_matches(name, self.entries, n=1, cutoff=0.7)
+        plain = [key for key in self.entries if not key.startswith(".") and not key.endswith((":", "/"))]
+        near = difflib.get_close_matches(name, plain, n=1, cutoff=0.7)
         return f": write {near[0]}" if near else f": write one of {self.choices}"
 
-    @cached_property
+    @property
     def choices(self) -> str:
         """What may be written, for people."""
         shown = [f"{key}..." if key.endswith((":", "/")) else key for key in self.entries]
@@ -88,8 +89,8 @@ class Registry(Generic[AnEntry]):
         if key is not None:
             return self.entries[key]
         function = self.load(name)
-        said = {each.name: getattr(function, each.name) for each in fields(self._kind) if hasattr(function, each.name)}
-        return self._kind(name, **said)
+        traits = [each.name for each in fields(self._kind)[len(fields(Entry)) :]]
+        return self._kind(name, **{trait: getattr(function, trait) for trait in traits if hasattr(function, trait)})
 
     def load(self, name: str) -> Callable[..., Any]:
         """The function, or ``ConfigError`` in one line."""
@@ -104,7 +105,7 @@ class Registry(Generic[AnEntry]):
         """The function with its knobs: those of the settings that it has and that are given, and the arguments."""
         knobs = self.knobs(name)
         given = {knob: value for knob, value in settings.items() if value is not None and knob in knobs}
-        return partial(self.load(name), **given, **arguments)
+        return partial(self.load(name), **{**given, **arguments})
 
     def knobs(self, name: str) -> tuple[str, ...]:
         """What it can be told beyond what all take. A built-in's are read from its source, so nothing is imported."""

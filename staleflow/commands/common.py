@@ -22,7 +22,7 @@ from staleflow.config.convert import full_name
 from staleflow.config.machine import cores
 from staleflow.config.presets import LAPTOP, PAPER
 from staleflow.config.text import one_line, render_flow
-from staleflow.errors import ConfigError, RunError
+from staleflow.errors import ConfigError
 from staleflow.files import write_whole
 
 if TYPE_CHECKING:
@@ -171,11 +171,11 @@ def stuck_is_told() -> Iterator[None]:
     try:
         yield
     except (StalledError, DeadlockError) as error:
-        raise RunError(f"the run is stuck: {error}") from None
+        raise StalledError(f"the run is stuck: {error}") from None
     except BrokenInvariantError as error:
-        raise RunError(f"a promise was broken, please report it with the command: {error}") from None
+        raise StalledError(f"a promise was broken, please report it with the command: {error}") from None
     except BrokenProcessPool:
-        raise RunError("a process was ended from outside, perhaps for its memory: give fewer --jobs") from None
+        raise StalledError("a process was ended from outside, perhaps for its memory: give fewer --jobs") from None
 
 
 def tell(what: str) -> None:

@@ -110,7 +110,7 @@ def read(options: argparse.Namespace) -> tuple[Comparison, list[str]]:
         on_run=tell,
         jobs=check_jobs(options.jobs),
     )
-    return comparison, assumptions(config)
+    return comparison, assumptions(config, setting)
 
 
 # For people

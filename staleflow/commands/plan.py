@@ -28,7 +28,7 @@ from staleflow.commands.common import (
     write_picture,
 )
 from staleflow.errors import ConfigError
-from staleflow.observe.chart import HEIGHT, Line, chart, document, stacked
+from staleflow.observe.chart import HEIGHT, Curve, chart, document, stacked
 from staleflow.simulate.setting import Setting, assumptions
 from staleflow.study.law import Law, law, splits, work_of
 from staleflow.study.measured import read_run
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         setting, notes = measured_setting(options, wanted)
     else:
         config, setting = read_setting(options, wanted)
-        notes = assumptions(config)
+        notes = assumptions(config, setting)
     if "steps" not in wanted.names:
         setting = replace(setting, steps=STEPS)
     with stuck_is_told():
@@ -215,16 +215,16 @@ def draw(plan: Plan) -> str:
     """Throughput against the bound, and against the split of what is recommended; with what the law allows."""
     name, best = plan.start.setting.name, plan.best
     by_bound = [
-        Line("simulated", [(trial.setting.staleness, trial.tokens_per_s, 0) for trial in plan.bounds]),
-        Line("the law", [(trial.setting.staleness, trial.ceiling.tokens_per_s, 0) for trial in plan.bounds], True),
+        Curve("simulated", [(trial.setting.staleness, trial.tokens_per_s, 0) for trial in plan.bounds]),
+        Curve("the law", [(trial.setting.staleness, trial.ceiling.tokens_per_s, 0) for trial in plan.bounds], True),
     ]
     work = work_of(best.setting)
     streamed = best.setting.strategies.consume == "stream"
     low, high = min(best.splits), max(best.splits)
     allowed = [law(split, streamed, work) for split in splits(best.setting) if low <= split.training_gpus <= high]
     by_split = [
-        Line("simulated", [(gpus, speed, 0) for gpus, speed in sorted(best.splits.items())]),
-        Line("the law", [(each.training_gpus, each.tokens_per_s, 0) for each in reversed(allowed)], True),
+        Curve("simulated", [(gpus, speed, 0) for gpus, speed in sorted(best.splits.items())]),
+        Curve("the law", [(each.training_gpus, each.tokens_per_s, 0) for each in reversed(allowed)], True),
     ]
     title = f"bound {best.setting.staleness}, {best.setting.groups} groups: trained tokens/s against training GPUs"
     parts = [

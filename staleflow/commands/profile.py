@@ -22,7 +22,7 @@ from staleflow.config import Config, load
 from staleflow.config.sizes import sizes_of
 from staleflow.errors import ConfigError
 from staleflow.files import write_whole
-from staleflow.observe.chart import HEIGHT, Line, chart, document
+from staleflow.observe.chart import HEIGHT, Curve, chart, document
 from staleflow.rollout.shapes import SHAPES, llama, write
 
 if TYPE_CHECKING:
@@ -151,11 +151,11 @@ def draw(profile: Profile, title: str) -> str:
     def context(point: Any) -> int:
         return round(point.context / point.running)
 
-    lines: list[Line] = []
+    lines: list[Curve] = []
     for tokens, group in groupby(sorted(profile.points, key=context), context):
         points = list(group)
         fitted = [(each.running, 1e3 * profile.model.step(each.running, each.context), 0.0) for each in points]
         dots = [(each.running, 1e3 * each.seconds) for each in points]
-        lines.append(Line(f"{tokens:,} tokens each", fitted, dots=dots))
+        lines.append(Curve(f"{tokens:,} tokens each", fitted, dots=dots))
     title = f"{title}: milliseconds of a decoding step, measured (dots) and fitted (lines)"
     return document(chart(lines, title, "sequences", logarithmic=True), HEIGHT, title)

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     began = time.perf_counter()
     with stuck_is_told():
         cluster.run()
-    result = row(cluster, time.perf_counter() - began) | {"notes": assumptions(config)}
+    result = row(cluster, time.perf_counter() - began) | {"notes": assumptions(config, setting)}
     if picture and timeline:
         write_picture(picture, draw(timeline))
     print(json.dumps(result, allow_nan=False) if options.json else table(result))

@@ -102,7 +102,7 @@ def _inputs(situation: Situation, strategies: Strategies, commands: Sequence[Com
         "newest": situation.newest,
         "room": {str(version): room for version, room in sorted(situation.room.items())},
         "queued": len(situation.queue),
-        "fresh": len(situation.queue) - situation.started,
+        "fresh": len(situation.queue) - situation.reserved,
         "instances": len(fleet.names),
         "alive": int(fleet.alive.sum()),
         "pulling": int(fleet.pulling.sum()),

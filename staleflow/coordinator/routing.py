@@ -187,7 +187,7 @@ class _Filling:
         self.queue = situation.queue if fleet.names else []
         self.fleet, self.headroom, self.rule = fleet, headroom, rule
         self.room = dict(situation.room)
-        self.started: dict[str, int] = {}
+        self.reserved: dict[str, int] = {}
         """The version that this call starts a fresh group with."""
         self.closed = ~fleet.alive | (fleet.waiting > 0) | (fleet.running + fleet.waiting >= fleet.max_running)
         self.claimed = False
@@ -199,7 +199,7 @@ class _Filling:
         at = 0
         while at < len(self.queue):
             item = self.queue[at]
-            version = self.started.get(item.group) if item.version is None else item.version
+            version = self.reserved.get(item.group) if item.version is None else item.version
             level = self._level(version)
             if item.context < level.failed and self._place(item, version, level):
                 at += 1
@@ -280,7 +280,7 @@ class _Filling:
     def _start(self, group: str, version: int, fresh: _Level) -> None:
         """Use one place. A group due by some deadline takes a place from every later one, and from an earlier one
         only if that had as many left: room is the fewest places left up to any deadline from the version's on."""
-        self.started[group] = version
+        self.reserved[group] = version
         left = self.room[version] - 1
         for held, room in self.room.items():
             self.room[held] = room - 1 if held >= version else min(room, left)

@@ -99,7 +99,7 @@ def _gaining(situation: Situation, strategies: Strategies, behind: Ints) -> Ints
 def _new_work(situation: Situation, rows: Ints) -> tuple[Floats, Floats]:
     """For each row: how many queued trajectories the newest version may take and the row's may not; their context."""
     queue, room, size = situation.queue, situation.room, situation.group_size
-    fresh = situation.started
+    fresh = situation.reserved
     end = min(len(queue), fresh + max(0, room.get(situation.newest, 0)) * size)
     tokens = np.cumsum([0] + [item.context for item in queue[:end]])
     versions, where = np.unique(situation.fleet.version[rows], return_inverse=True)

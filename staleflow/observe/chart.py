@@ -1,6 +1,6 @@
 """Pictures as SVG, without a plotting library: a line chart with error bars, limits, axes and a legend, and its parts.
 
-document(chart([Line("ours", [(1, 9_500, 120), (2, 12_000, 90)])], "tokens/s", "bound"), HEIGHT, "Speed")
+document(chart([Curve("ours", [(1, 9_500, 120), (2, 12_000, 90)])], "tokens/s", "bound"), HEIGHT, "Speed")
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS = [factor * 10**power for power in range(-6, 12) for factor in (1, 2, 5)]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Curve:
     name: str
     points: Sequence[tuple[float, float, float]]
     """x, y, and half the error bar."""
@@ -66,7 +66,7 @@ class _Axes:
 
 
 def chart(
-    lines: Sequence[Line],
+    lines: Sequence[Curve],
     title: str,
     x_name: str,
     limits: Sequence[tuple[str, float]] = (),
@@ -127,7 +127,7 @@ def _grid(axes: _Axes, at: Sequence[float], x_name: str) -> Iterator[str]:
     yield text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM + 38, x_name, "middle")
 
 
-def _line(axes: _Axes, line: Line, colour: str, legend_y: float) -> Iterator[str]:
+def _line(axes: _Axes, line: Curve, colour: str, legend_y: float) -> Iterator[str]:
     dash = ' stroke-dasharray="7 4"' if line.dashed else ""
     path = "L".join(f"{axes.x(x):.1f} {axes.y(y):.1f}" for x, y, _ in line.points)
     yield f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'

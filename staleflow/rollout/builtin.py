@@ -22,10 +22,8 @@ from staleflow.rollout.attention import Layout, PagedAttention, PrefillSpan
 from staleflow.rollout.device import DTYPES, cuda_part, device_of
 from staleflow.rollout.engine import (
     EngineError,
-    EngineSnapshot,
-    Failed,
     Load,
-    Progress,
+    Part,
     Reason,
     Request,
     Result,
@@ -41,6 +39,7 @@ from staleflow.rollout.sampling import Drawn, Params, draw, uniform
 from staleflow.rollout.scheduler import Plan, Scheduler
 from staleflow.rollout.sequence import Sequence
 from staleflow.rollout.stopping import StopStrings
+from staleflow.types import Failed, InstanceState
 
 if TYPE_CHECKING:
     from staleflow.rollout.cuda import DecodeGraphs
@@ -141,20 +140,25 @@ class TorchEngine:
             raise EngineError("the engine is closed: make a new one")
         started = time.perf_counter()
         finished: list[Result] = []
-        progress: list[Progress] = []
+        made, context, prefilled = 0, 0, self.scheduler.prefilled
         flight = self._ahead or self._launch(finished)
         self._ahead = None
+        prefilled = self.scheduler.prefilled - prefilled
         if flight is not None:
-            self._ahead = self._launch_following(flight)
             context = int(self.rows.position[flight.order].sum())
-            self._take_in(flight, flight.collect(), progress, finished)
-            if flight.decoding == len(flight.drawing):
+            self._ahead = self._launch_following(flight)
+            made = self._take_in(flight, flight.collect(), finished)
+            if not prefilled:
                 self._last = (flight.decoding, context, time.perf_counter() - started)
         if not self._requests:
             self._ahead = None
-        output = StepOutput(self.version, progress, finished, self._returned, self._failed)
+        output = StepOutput(finished, self._returned, self._failed, made, prefilled, context)
         self._returned, self._failed = [], []
         return output
+
+    def peek(self, name: str, start: int) -> Part | None:
+        sequence = self._requests.get(name)
+        return None if sequence is None else sequence.part(start, self.version)
 
     def pull(self, source: WeightSource | Load, version: int) -> int:
         """Copy new weights over the old ones. On an error of the source, the weights are of no certain version."""
@@ -178,15 +182,14 @@ class TorchEngine:
     def weights(self) -> Mapping[str, torch.Tensor]:
         return self.model.parameters
 
-    def snapshot(self) -> EngineSnapshot:
+    def snapshot(self) -> InstanceState:
         running = self.scheduler.running.values()
         size = self.pool.page_size
-        return EngineSnapshot(
+        return InstanceState(
             version=self.version,
             running=len(running),
             waiting=len(self.scheduler.waiting),
             context=sum(len(sequence.tokens) for sequence in running),
-            kv_used=self.pool.used * size,
             kv_free=self.pool.available * size,
             kv_total=self.pool.total * size,
             max_running=self.options.max_running,
@@ -352,7 +355,9 @@ class TorchEngine:
         pages = np.array(sequence.pages, np.int64)[positions // size]
         return np.array(sequence.tokens[start : start + count], np.int64), positions, pages * size + positions % size
 
-    def _take_in(self, flight: "_Flight", drawn: Drawn, progress: list[Progress], finished: list[Result]) -> None:
+    def _take_in(self, flight: "_Flight", drawn: Drawn, finished: list[Result]) -> int:
+        """Append what was drawn, and let those that end with it leave. Returns how many tokens they were."""
+        made = 0
         self.rows.token[flight.order] = drawn.tokens[: flight.decoding]
         for index, (sequence, token, logprob, sound) in enumerate(
             zip(flight.drawing, drawn.tokens, drawn.logprobs, drawn.sound, strict=True)
@@ -365,10 +370,11 @@ class TorchEngine:
             sequence.append(token, logprob)
             if index >= flight.decoding:
                 self.rows.follow(sequence)
-            progress.append(sequence.progress())
+            made += 1
             reason = self._ended(sequence, token)
             if reason is not None:
                 finished.append(self._finish(sequence, reason))
+        return made
 
     def _ended(self, sequence: Sequence, token: int) -> Reason | None:
         if token in sequence.stops:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from staleflow.errors import StaleFlowError
 from staleflow.rollout.options import Sampling
-from staleflow.types import Spans
+from staleflow.types import Failed, InstanceState, Spans
 
 Reason = Literal["stop", "length", "capacity", "interrupted"]
 """Why generation ended: a stop token or string; its token limit; no room in KV memory even with the engine to itself,
@@ -46,17 +46,17 @@ class Request:
     sampling: Sampling = PLAIN
 
 
-class Progress(NamedTuple):
-    """New tokens of a request that goes on or ends with this step."""
+class Part(NamedTuple):
+    """What a request that is still in the engine has: the versions of all its tokens, and some of the tokens."""
 
-    name: str
-    epoch: int
+    spans: Spans
     tokens: list[int]
     logprobs: list[float]
 
 
 class Result(NamedTuple):
-    """A request that left the engine: all its tokens after the prompt, whoever generated them."""
+    """A request that left the engine: all its tokens after the prompt, whoever generated them. A modelled engine makes
+    none: ``spans`` tells how many they are."""
 
     name: str
     epoch: int
@@ -68,39 +68,19 @@ class Result(NamedTuple):
     """Oldest weights behind any KV entry it attended to; below the tokens' version only with ``kv_on_pull="keep"``."""
 
 
-class Failed(NamedTuple):
-    name: str
-    epoch: int
-    message: str
-
-
 class StepOutput(NamedTuple):
-    """What happened since the previous step. A request is in at most one of the last three."""
+    """What happened since the previous step. A request is in at most one of the first three."""
 
-    version: int
-    """Under which the tokens in ``progress`` were made."""
-    progress: list[Progress]
     finished: list[Result]
     returned: list[Result]
     """Interrupted ones."""
     failed: list[Failed]
-
-
-class EngineSnapshot(NamedTuple):
-    version: int
-    running: int
-    waiting: int
-    context: int
-    """Tokens of all running requests."""
-    kv_used: int
-    kv_free: int
-    """In tokens. Pages that only cache a prefix count as free: they go when memory is needed."""
-    kv_total: int
-    max_running: int
-    kv_version: int
-    """Oldest weights behind any KV entry of a running request."""
-    step: tuple[int, int, float] | None = None
-    """The latest step that only decoded: sequences, tokens of context, seconds."""
+    made: int = 0
+    """Tokens that were drawn."""
+    prefilled: int = 0
+    """Tokens whose KV entries were computed for sequences that did not decode."""
+    context: int = 0
+    """Tokens that the decoding sequences attended to."""
 
 
 @runtime_checkable
@@ -138,6 +118,10 @@ class Engine(Protocol):
         """Decode one token of every running request, prefill some of the others, report."""
         ...
 
+    def peek(self, name: str, start: int) -> Part | None:
+        """What a request that is here has, its tokens from ``start`` on; None if it has no more than ``start``."""
+        ...
+
     def pull(self, source: WeightSource | Load, version: int) -> int:
         """Replace the weights by ``version`` or later, keeping every request. Returns the version now held."""
         ...
@@ -146,7 +130,7 @@ class Engine(Protocol):
         """The tensors that ``pull`` fills, by their Hugging Face names."""
         ...
 
-    def snapshot(self) -> EngineSnapshot: ...
+    def snapshot(self) -> InstanceState: ...
 
     def close(self) -> None:
         """Free what it holds. Repeating it is harmless."""

@@ -13,9 +13,9 @@ import msgspec
 from staleflow.errors import RunError, line_of
 from staleflow.run.record import Record
 from staleflow.servers.durable import DurableJournal
-from staleflow.servers.payloads import Chunk
 from staleflow.servers.state import ENDED, restore, to_state
 from staleflow.servers.trajectories import TrajectoryServer
+from staleflow.types import Chunk
 
 STATE = "run.state"
 FORMAT = 1

@@ -24,16 +24,16 @@ from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.decide import Decision, decide
 from staleflow.coordinator.situation import Abort, Command, Interrupt, Pull, Route, Truncate
 from staleflow.coordinator.strategies import Strategies
-from staleflow.errors import StaleFlowError
+from staleflow.errors import RunError
 from staleflow.runtime.feed import Feed
-from staleflow.runtime.fleet import FleetTable, Member
-from staleflow.runtime.ports import InstancePort, Report, RewardPort, TrainerPort
+from staleflow.runtime.fleet import Member
+from staleflow.runtime.ports import InstancePort, RewardPort, TrainerPort
 from staleflow.runtime.scoring import Scoring
-from staleflow.runtime.situate import MOST_QUEUED, Blocking, Gauge, Line, situate
+from staleflow.runtime.situate import MOST_QUEUED, Watch
 from staleflow.servers.lifecycle import Group, Trajectory
-from staleflow.servers.payloads import BadReportError, Chunk
+from staleflow.servers.payloads import BadReportError
 from staleflow.servers.trajectories import Prompts, TrajectoryServer
-from staleflow.types import Spans
+from staleflow.types import Chunk, Report, Spans, TrajectoryNews
 
 MOST_FAULTS = 3
 """So many reports about one trajectory that cannot be true, and its group is given up."""
@@ -59,7 +59,7 @@ class Settings:
     """First guess of how long a pull takes; measured from then on."""
 
 
-class StalledError(StaleFlowError, RuntimeError):
+class StalledError(RunError):
     """Nothing has happened for so long that nothing will; the message says what the run waits for."""
 
     exit_code = 1
@@ -77,26 +77,22 @@ class ControlPlane:
     ) -> None:
         self.settings = settings
         self.term = term
-        """Which life of the control plane this is; a restart begins the next."""
+        """Of the control plane; a restart begins the next."""
         self.server = server
         self.ledger = server.ledger
         self.members: dict[str, Member] = {}
-        self.gauge = Gauge(settings.pull_s)
+        self.watch = Watch(server, self.members, settings.strategies, settings.cost, settings.pull_s)
         self.on_decision: Callable[[float, Decision], None] = lambda _time, _decision: None
         self.on_bad_report: Callable[[str, str], None] = lambda _instance, _why: None
         """Told of reports that cannot be true: the instance, and what is wrong in one line."""
         self.filter: Callable[[Group], str | None] = lambda _: None
         """Why a complete group is not worth training on, if it is not (no learning signal, say)."""
         self._prompts = prompts
-        self._scoring = Scoring(rewards, settings.reward_timeout_s, settings.reward_tries, self._not_scored)
+        self.scoring = Scoring(rewards, settings.reward_timeout_s, settings.reward_tries, self._not_scored)
         self._feed = Feed(server, trainer, settings.strategies.consume, self._drop)
         self._work = asyncio.Event()
         self._done = asyncio.Event()
         self._steps: int | None = None
-        self._blocking = Blocking()
-        self._line = Line()
-        self._table: FleetTable | None = None
-        self._routed = 0
         self._look_at = 0.0
         self._news_at = 0.0
         """When something last happened."""
@@ -121,7 +117,7 @@ class ControlPlane:
             for task in finished:
                 task.result()  # the other two end only by an error
         finally:
-            self._scoring.close()
+            self.scoring.close()
             for task in tasks:
                 task.cancel()
 
@@ -139,17 +135,16 @@ class ControlPlane:
     # Membership
 
     def join(self, port: InstancePort) -> None:
-        """An instance is there, for the first time or in a new life."""
+        """An instance is there, for the first time or in a new incarnation."""
         if self.over:
             return
-        snapshot = port.snapshot()
+        heard = port.heard()
         if (known := self.members.get(port.name)) is not None:
-            if known.life == snapshot.life:
+            if known.incarnation == heard.incarnation:
                 return
             self._lose(known)
-        version = min(snapshot.version, self.ledger.version)
-        self.members[port.name] = Member(port, self.term, snapshot.life, seen=snapshot.version, version=version)
-        self._table = None
+        self.members[port.name] = Member.of(port, self.term, heard, self.ledger.version)
+        self.watch.forget_table()
         self._changed()
 
     def left(self, name: str) -> None:
@@ -169,7 +164,7 @@ class ControlPlane:
                 else:
                     self.server.give_back(each.name, each.epoch, each.spans)
             elif each.state == "generated":
-                self._scoring.ask(each)
+                self.scoring.ask(each)
         for (instance, name), epoch in held.items():
             if name not in self.members[instance].residents:
                 self.members[instance].forget([(name, epoch)])
@@ -183,7 +178,7 @@ class ControlPlane:
         self._changed()
 
     def _lose(self, member: Member) -> None:
-        """The instance is dead: what ran there goes on elsewhere, from the last token that was streamed."""
+        """The instance is dead: what ran there continues elsewhere, from the last token that was streamed."""
         member.alive, member.touched = False, True
         lost = [(each.name, each.epoch) for each in member.residents.values()]
         for each in list(member.residents.values()):
@@ -196,22 +191,21 @@ class ControlPlane:
 
     def on_report(self, report: Report) -> None:
         member = self.members.get(report.instance)
-        if member is None or report.life != member.life or self.over:
+        if member is None or report.incarnation != member.incarnation or self.over:
             return
         member.touched = True
-        chunks = report.chunks
-        for name, epoch, spans in report.progress:
-            self._believe(member, self.server.stream, name, epoch, spans, chunks.get(name))
-        for name, epoch, spans in report.finished:
-            if self._believe(member, self.server.generated, name, epoch, spans, chunks.get(name)):
-                trajectory = self.server.trajectories[name]
-                self.gauge.finished(trajectory.generated, trajectory.group.version or 0)
-                self._scoring.ask(trajectory)
-                self._truncating.discard(name)
-                member.residents.pop(name, None)
-        for name, epoch, spans in report.returned:
-            if self._believe(member, self._returned, name, epoch, spans, chunks.get(name)):
-                member.residents.pop(name, None)
+        for news in report.progress:
+            self._believe(member, self.server.stream, news)
+        for news in report.finished:
+            if self._believe(member, self.server.generated, news):
+                trajectory = self.server.trajectories[news.trajectory]
+                self.watch.gauge.finished(trajectory.generated, trajectory.group.version or 0)
+                self.scoring.ask(trajectory)
+                self._truncating.discard(news.trajectory)
+                member.residents.pop(news.trajectory, None)
+        for news in report.returned:
+            if self._believe(member, self._returned, news):
+                member.residents.pop(news.trajectory, None)
         for name, epoch, why in report.failed:
             self._fault(member, name, epoch, why, "no engine could serve it")
         if report.pulled is not None:
@@ -230,27 +224,21 @@ class ControlPlane:
             self._feed.push_on()
         if member.pulling is not None and member.version >= member.pulling:
             member.pulling = None
-            self.gauge.pull_ended(member.name, self._now())
+            self.watch.gauge.pull_ended(member.name, self._now())
 
     def _believe(
-        self,
-        member: Member,
-        tell: Callable[[str, int, Spans, Chunk | None], bool],
-        name: str,
-        epoch: int,
-        spans: Spans,
-        chunk: Chunk | None,
+        self, member: Member, tell: Callable[[str, int, Spans, Chunk | None], bool], news: TrajectoryNews
     ) -> bool:
-        """Tell the server. If it cannot be true, the trajectory goes on elsewhere from what was known before."""
+        """Tell the server. If it cannot be true, the trajectory continues elsewhere from what was known before."""
         try:
-            return tell(name, epoch, spans, chunk)
+            return tell(news.trajectory, news.epoch, news.spans, news.chunk)
         except BadReportError as error:
-            member.forget([(name, epoch)])
-            self._fault(member, name, epoch, str(error), "bad reports")
+            member.forget([(news.trajectory, news.epoch)])
+            self._fault(member, news.trajectory, news.epoch, str(error), "bad reports")
             return False
 
     def _fault(self, member: Member, name: str, epoch: int, why: str, reason: str) -> None:
-        """It is not to go on there. Elsewhere it may, but not for ever."""
+        """It is not to continue there. Elsewhere it may, a few times."""
         self.on_bad_report(member.name, why)
         self._truncating.discard(name)
         member.residents.pop(name, None)
@@ -265,11 +253,11 @@ class ControlPlane:
         self._truncating.discard(name)
         news = bool(spans) and self.server.generated(name, epoch, spans, chunk)
         if news:
-            self._scoring.ask(self.server.trajectories[name])
+            self.scoring.ask(self.server.trajectories[name])
         return news or self.server.give_back(name, epoch, spans)
 
     def on_scored(self, name: str, reward: float) -> None:
-        if self.over or not self._scoring.answered(name):
+        if not self.scoring.answered(name):
             return
         self._news_at = self._now()
         if completed := self.server.score(name, reward):
@@ -283,8 +271,7 @@ class ControlPlane:
             self._release(group, why, again=False)
 
     def on_score_failed(self, name: str, why: str) -> None:
-        if not self.over:
-            self._scoring.failed(name, why)
+        self.scoring.failed(name, why)
 
     def on_pushed(self, version: int) -> None:
         if self._feed.pushed(version):
@@ -314,23 +301,10 @@ class ControlPlane:
         now = self._now()
         self._admit()
         in_training = self.ledger.frontier > self.ledger.version
-        self._blocking.update([] if in_training else self.ledger.blocking(), now)
+        self.watch.blocking.update([] if in_training else self.ledger.blocking(), now)
         if not self._anything_to_decide(now):
             return
-        if self._table is None:
-            self._table = FleetTable(list(self.members.values()), self.settings.cost, self.settings.strategies.headroom)
-        situation = situate(
-            now,
-            self.server,
-            self._table,
-            self.settings.strategies,
-            self.settings.cost,
-            self.gauge,
-            self._blocking,
-            self._line,
-        )
-        situation.turn = self._routed
-        decision = decide(situation, self.settings.strategies)
+        decision = decide(self.watch.situation(now), self.settings.strategies)
         self.on_decision(now, decision)
         self._obey(decision.commands)
 
@@ -341,7 +315,7 @@ class ControlPlane:
         acts_on_tail = strategies.migration != "off" or strategies.tail != "wait"
         if (
             (self.server.waiting and any(member.has_place for member in self.members.values()))
-            or (acts_on_tail and 0 < len(self._blocking.groups) <= strategies.tail_groups)
+            or (acts_on_tail and 0 < len(self.watch.blocking.groups) <= strategies.tail_groups)
             or any(member.alive and member.holds < self.ledger.version for member in self.members.values())
             or now >= self._look_at
         ):
@@ -363,7 +337,7 @@ class ControlPlane:
         for command in commands:
             match command:
                 case Route(name, _, instance, version):
-                    self._routed += 1
+                    self.watch.routed += 1
                     if placed := self.server.place(name, instance, version):
                         submitted.setdefault(instance, []).append(placed)
                 case Interrupt(name, instance, _) | Truncate(name, instance):
@@ -373,14 +347,14 @@ class ControlPlane:
                         self._truncating.add(name)
                 case Pull(instance, version):
                     self.members[instance].pull(version)
-                    self.gauge.pull_started(instance, self._now())
+                    self.watch.gauge.pull_began(instance, self._now())
                 case Abort(name, why):
                     if (group := self.server.groups.get(name)) is not None:
                         self._release(group, why)
         for instance, trajectories in interrupted.items():
             self.members[instance].interrupt(trajectories)
         for instance, trajectories in submitted.items():
-            self.members[instance].submit(trajectories)
+            self.members[instance].submit(trajectories, [self.server.work(each) for each in trajectories])
 
     def _not_scored(self, trajectory: Trajectory, why: str) -> None:
         """Its prompt gets one more chance: a reward that fails twice for one problem will fail again."""
@@ -411,7 +385,7 @@ class ControlPlane:
         self._done.set()
 
     def _committed(self) -> None:
-        self.gauge.committed(self._now(), self.ledger.version, self.ledger.max_staleness)
+        self.watch.gauge.committed(self._now(), self.ledger.version, self.ledger.max_staleness)
         if self._steps is not None and self.ledger.version >= self._steps:
             self._end()
             return
@@ -424,7 +398,7 @@ class ControlPlane:
         """Groups that had not a single token when their instance pulled are as young as the version it pulled."""
         for each in member.residents.values():
             group = each.group
-            if each.spans or group.version is None or group.version >= version or group.complete or group.started:
+            if each.spans or group.version is None or group.version >= version or group.complete or group.begun:
                 continue
             held = [self.members[peer.instance].version for peer in group.members if peer.instance in self.members]
             self.server.renew(group, max(group.version, min(held)))
@@ -442,7 +416,7 @@ class ControlPlane:
     @property
     def cost_error(self) -> float:
         """How far the coordinator's cost model is from the steps that the instances measured."""
-        return self._table.cost_error if self._table is not None else 0.0
+        return self.watch.table.cost_error
 
     def waits_for(self) -> str:
         """What the open step waits for, in a few words."""
@@ -463,16 +437,16 @@ class ControlPlane:
         )
 
     def _watch(self, now: float) -> None:
-        """Find instances that died, that came back, or that began a new life."""
+        """Find instances that died, that came back, or that are a new incarnation."""
         if self.over:
             return
         for member in self.members.values():
-            snapshot = member.port.snapshot()
-            silent = now - snapshot.time > self.settings.instance_timeout_s
-            if member.alive and (silent or snapshot.life != member.life):
+            heard = member.port.heard()
+            silent = now - heard.time > self.settings.instance_timeout_s
+            if member.alive and (silent or heard.incarnation != member.incarnation):
                 self._lose(member)
             if not member.alive and not silent:
-                member.revive(snapshot, self.ledger.version)
+                member.revive(heard, self.ledger.version)
 
     def _changed(self) -> None:
         self._news_at = self._now()

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from staleflow.errors import StaleFlowError, line_of
+from staleflow.errors import RunError, line_of
 
 FORMAT = 1
 
@@ -20,7 +20,7 @@ CREATE TABLE payload(id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, size I
 """
 
 
-class JournalError(StaleFlowError, RuntimeError):
+class JournalError(RunError):
     """The journal cannot be opened, read or written; the message says what to do."""
 
 

@@ -34,7 +34,7 @@ import msgspec
 from staleflow.servers.database import JournalError, fix_for, locked, opened, readable, torn_bytes
 from staleflow.servers.journal import Event
 from staleflow.servers.payload_files import Named, PayloadFiles, Place
-from staleflow.servers.payloads import Chunk
+from staleflow.types import Chunk
 
 SNAPSHOT_EVENTS = 200_000
 """Replaying this many takes about a second."""

@@ -54,12 +54,12 @@ def _check_training(cluster: Cluster) -> None:
 
 def _check_instances(cluster: Cluster, versions: dict[tuple[str, int], int]) -> None:
     for rollout in cluster.rollouts:
-        if rollout.engine.kv_free < 0:
+        if rollout.engine.instance.kv_free < 0:
             raise _broken(cluster, f"{rollout.name} holds more KV than it has memory for")
-        life = (rollout.name, rollout.life)
-        if rollout.version < versions.get(life, -1):
+        which = (rollout.name, rollout.incarnation)
+        if rollout.version < versions.get(which, -1):
             raise _broken(cluster, f"{rollout.name} went back to version {rollout.version}")
-        versions[life] = rollout.version
+        versions[which] = rollout.version
         if rollout.version > cluster.weights.version:
             raise _broken(cluster, f"{rollout.name} serves version {rollout.version} before it is durable")
 

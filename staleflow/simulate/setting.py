@@ -138,10 +138,15 @@ def preset(name: str, *overrides: str) -> Setting:
     return setting_of(load(name, overrides), name)
 
 
-def assumptions(config: Config) -> list[str]:
-    """What the configuration leaves open and is assumed, each with how to say it."""
-    cluster, found = config.cluster, list[str]()
-    if cluster.trace is None and cluster.lengths not in R1:
+def assumptions(config: Config, setting: Setting) -> list[str]:
+    """What the configuration leaves open and is assumed, and what it cuts off; each with what to write instead."""
+    cluster, found, workload = config.cluster, list[str](), setting.workload
+    if isinstance(workload.source, Trace):
+        uncut = replace(workload, max_tokens=10**9)
+        if cut := sum(share for share, tokens in uncut.spread() if tokens > workload.max_tokens):
+            found.append(f"rollout.max_tokens={workload.max_tokens} cuts off {cut:.1%} of the recorded responses: give "
+                         "a higher one to keep them whole")  # fmt: skip
+    elif cluster.lengths not in R1:
         spread = f"{cluster.lengths} lengths with a mean of {_mean(config):,.0f} tokens"
         found.append(f"{spread} are assumed: give cluster.lengths and cluster.mean_tokens, or --trace")
     if cluster.profile is None and not cluster.costs:

@@ -7,7 +7,6 @@ rate at any moment, one running total of bytes served per pull tells when each i
 import asyncio
 import heapq
 from collections.abc import Callable
-from functools import partial
 
 
 class SimWeights:
@@ -23,11 +22,11 @@ class SimWeights:
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def fetch(self, done: Callable[[int], None]) -> None:
-        """Load the version that is the newest now; ``done`` is called with it when all bytes are there."""
+    def fetch(self, done: Callable[[], None]) -> None:
+        """Load the newest version; ``done`` is called when all bytes are there."""
         self._serve()
         self._count += 1
-        heapq.heappush(self._pulls, (self._served + self.nbytes, self._count, partial(done, self.version)))
+        heapq.heappush(self._pulls, (self._served + self.nbytes, self._count, done))
         self._arm()
 
     def _rate(self) -> float:

@@ -55,7 +55,7 @@ def row(cluster: Cluster, wall_s: float) -> dict[str, Any]:
         "trained_tokens": recorder.trained_tokens,
         "pulls": sum(rollout.pulls for rollout in cluster.rollouts),
         "cost_model_error": cluster.control.cost_error,
-        "preemptions": sum(rollout.engine.preemptions for rollout in cluster.rollouts),
+        "preemptions": sum(rollout.engine.instance.preemptions for rollout in cluster.rollouts),
         "events": cluster.journal.position,
     }
 
@@ -86,7 +86,7 @@ def instance_idle(cluster: Cluster) -> dict[str, float]:
     whole = sum(now - rollout.born for rollout in cluster.rollouts)
     down = sum(rollout.down_seconds for rollout in cluster.rollouts) / whole
     pull = sum(rollout.pull_seconds for rollout in cluster.rollouts) / whole
-    busy = sum(busy_seconds(rollout.engine, now) for rollout in cluster.rollouts) / whole
+    busy = sum(busy_seconds(rollout.engine.instance, now) for rollout in cluster.rollouts) / whole
     # A pull waits for the step under way, which is busy time too: so the rest may fall below 0 by a step's length.
     idle = {"empty": max(0.0, 1.0 - busy - pull - down), "pull": pull}
     return idle | ({"down": down} if down else {})

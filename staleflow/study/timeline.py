@@ -125,7 +125,8 @@ def _level(rollout: SimRollout) -> int:
     """Sequences that it runs now: none while it loads weights or hangs."""
     if not rollout.up:
         return DOWN
-    return 0 if rollout.engine.paused else rollout.engine.running + rollout.engine.prefilling
+    model = rollout.engine.instance
+    return 0 if model.paused else model.running + model.prefilling
 
 
 def _chosen(rollouts: list[SimRollout]) -> list[SimRollout]:
@@ -145,6 +146,12 @@ class _Scale:
 
 def draw(timeline: Timeline) -> str:
     """The picture of a run that has ended."""
+    body, height = elements(timeline)
+    return document(body, height, f"Timeline of a simulated run of {timeline.cluster.setting.name}")
+
+
+def elements(timeline: Timeline) -> tuple[str, float]:
+    """The elements of the picture, and its height."""
     timeline.end()
     cluster = timeline.cluster
     scale = _Scale(cluster.loop.time())
@@ -159,8 +166,7 @@ def draw(timeline: Timeline) -> str:
         *_commits(timeline, scale, bottom),
         *_axis(scale, bottom),
     ]
-    title = f"Timeline of a simulated run of {cluster.setting.name}"
-    return document("\n".join(parts), bottom + 48, title)
+    return "\n".join(parts), bottom + 48
 
 
 # Pieces

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from staleflow.servers.payloads import Row, pack
+from staleflow.servers.payloads import pack
 from staleflow.training.attention import NAME, by_rows
 from staleflow.training.packed import Segments
+from staleflow.types import Row
 
 
 class Known(NamedTuple):

@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from staleflow.errors import StaleFlowError
-from staleflow.servers.payloads import Row
+from staleflow.errors import RunError
 from staleflow.training.adapters import adapters_off, merged, prepare
 from staleflow.training.attention import attend_by_rows
 from staleflow.training.correction import Correction, difference
@@ -39,11 +38,12 @@ from staleflow.training.packed import LossSum, Metrics, scale_gradients
 from staleflow.training.report import StepReport, metric_values
 from staleflow.training.value_head import ValueHead
 from staleflow.training.work import Group, Work, estimated, shaped, signals, with_advantages
+from staleflow.types import Row
 
 __all__ = ["Group", "StalenessError", "StepReport", "Trainer", "TrainerOptions"]
 
 
-class StalenessError(StaleFlowError, RuntimeError):
+class StalenessError(RunError):
     """A trajectory is older than the bound allows: a broken promise, not a bad setting."""
 
 

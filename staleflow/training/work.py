@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from staleflow.errors import ConfigError
-from staleflow.servers.payloads import Row
 from staleflow.training.advantages import Gae, final_rewards, gae, overlong_penalty, whiten
 from staleflow.training.micro_batches import Known
 from staleflow.training.options import ADVANTAGES, TrainerOptions
 from staleflow.training.packed import Segments
+from staleflow.types import Row
 
 Group = Sequence[Row]
 

@@ -45,11 +45,11 @@ class LazyWeights:
 def _instance(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
     from staleflow.tasks.opening import stop_tokens
-    from staleflow.workers.rollout import RolloutWorker, serve
+    from staleflow.workers.rollout import Requests, RolloutWorker, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
-    drawing = config.sampling(stop_tokens(Path(setup.model)))
-    worker = RolloutWorker(_engine(setup, config), LazyWeights(setup), drawing, config.seed)
+    requests = Requests(config.sampling(stop_tokens(Path(setup.model))), config.seed)
+    worker = RolloutWorker(setup.name, _engine(setup, config), LazyWeights(setup), requests, setup.incarnation)
     link.send(Ready(-1))
     return lambda: serve(worker, link)
 
@@ -93,8 +93,8 @@ def _trainer(setup: Setup, link: Link) -> Any:
 
 
 def _store(setup: Setup) -> LocalParameterServer:
-    """That of the trainer before this one, or a new one. One left by an earlier life of the run is not gone on from:
-    it may be ahead of the checkpoint that this life began with."""
+    """That of the trainer before this one, or a new one. One left by an earlier attempt of the run is not resumed
+    from: it may be ahead of the checkpoint that this attempt began with."""
     from staleflow.servers.weights import LocalParameterServer, NoStoreError
 
     if setup.standby:

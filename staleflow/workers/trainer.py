@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from staleflow.servers.payloads import LOGPROB, TOKEN, Row
 from staleflow.servers.weights import ParameterServer
 from staleflow.training.checkpoints import save
 from staleflow.training.standby import standby as what_is_left
@@ -29,11 +27,11 @@ from staleflow.types import (
     Finish,
     Pushed,
     Reset,
+    Row,
     Save,
     Saved,
     Stop,
     Trained,
-    TrainGroup,
 )
 from staleflow.workers.link import Gone, Link
 
@@ -64,7 +62,7 @@ class TrainerWorker:
 
     def handle(self, messages: Iterable[Any]) -> bool:
         """Do what they say, in order. False once one of them says to stop."""
-        groups: list[TrainGroup] = []
+        groups: list[list[Row]] = []
         step = -1
         for message in messages:
             if isinstance(message, Feed):
@@ -86,10 +84,10 @@ class TrainerWorker:
         self._feed(step, groups)
         return True
 
-    def _feed(self, step: int, groups: list[TrainGroup]) -> None:
+    def _feed(self, step: int, groups: list[list[Row]]) -> None:
         if groups:
             began = time.perf_counter()
-            self.trainer.feed(step, [rows(group) for group in groups])
+            self.trainer.feed(step, groups)
             self._busy_s += time.perf_counter() - began
 
     def _finish(self, step: int) -> None:
@@ -140,21 +138,6 @@ def serve(worker: TrainerWorker, link: Link) -> None:
     except (StalenessError, FloatingPointError) as error:
         link.send(Broken(str(error)))
         raise
-
-
-def rows(group: TrainGroup) -> list[Row]:
-    prompt = np.frombuffer(group.prompt, TOKEN)
-    return [
-        Row(
-            row.name,
-            prompt,
-            np.frombuffer(row.tokens, TOKEN),
-            np.frombuffer(row.logprobs, LOGPROB),
-            row.spans,
-            row.reward,
-        )
-        for row in group.rows
-    ]
 
 
 def facts(report: StepReport) -> dict[str, float]:

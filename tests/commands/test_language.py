@@ -15,6 +15,7 @@ from staleflow.commands import compare, profile
 from staleflow.commands import train as train_command
 from staleflow.commands.common import asked, read_setting
 from staleflow.config import PRESETS, load, to_yaml
+from staleflow.errors import RunError
 from staleflow.runtime.control import StalledError
 from staleflow.servers.database import JournalError
 from staleflow.simulate.setting import assumptions, preset, setting_of
@@ -65,7 +66,7 @@ def test_every_preset_can_be_simulated_but_where_a_model_is_missing(name: str) -
         config.rollout.instances,
         config.rollout.max_running,
     )
-    assert (assumptions(config) == []) == name.startswith("paper")
+    assert (assumptions(config, setting) == []) == name.startswith("paper")
 
 
 def test_a_file_of_train_is_simulated_compared_and_planned(
@@ -108,15 +109,19 @@ def test_lengths_of_r1_may_be_stretched_to_a_mean() -> None:
     assert preset("paper-14b", "mean_tokens=500").workload.mean_tokens() == pytest.approx(500, rel=0.01)
 
 
-@pytest.mark.parametrize("error", [StalledError, JournalError])
+@pytest.mark.parametrize(("error", "code"), [(StalledError, 1), (JournalError, 2), (RunError, 2)])
 def test_a_run_that_cannot_continue_is_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
+    code: int,
 ) -> None:
     def stuck(*_: Any, **__: Any) -> None:
         raise error("step 3 waits for group p7")
 
     monkeypatch.setattr(train_command, "train", stuck)
-    assert main(["train", f"runs={tmp_path}"]) == 1
+    assert main(["train", f"runs={tmp_path}"]) == code
     assert capsys.readouterr().err == "staleflow: error: step 3 waits for group p7\n"
 
 

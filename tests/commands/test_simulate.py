@@ -86,8 +86,8 @@ def test_the_last_unfinished_segment_counts_as_busy() -> None:
     cluster.run()
     now = cluster.loop.time()
     for rollout in cluster.rollouts:
-        counted = busy_seconds(rollout.engine, now)
-        engine = copy.deepcopy(rollout.engine)
+        counted = busy_seconds(rollout.engine.instance, now)
+        engine = copy.deepcopy(rollout.engine.instance)
         engine.crash(now)  # counts what is under way, to the second
         assert counted == pytest.approx(engine.busy_seconds, abs=0.2)
 
@@ -143,6 +143,14 @@ def test_a_trace_is_trained_with_the_lengths_it_records(tmp_path: Path, capsys: 
     assert (row["lost_groups"], row["repeated_groups"]) == (0, 0)
 
 
+def test_a_cap_that_cuts_recorded_lengths_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("prompt_tokens,output_tokens\n10,20\n10,20\n10,20\n10,90\n")
+    row = simulate(capsys, "--trace", str(trace), "max_tokens=50")
+    assert row["trained_tokens"] == 8 * 4 * (3 * 20 + 50)
+    assert row["notes"][0].startswith("rollout.max_tokens=50 cuts off 25.0% of the recorded responses")
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -182,8 +190,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("name=mine", "name is unknown"),
         ("batch", "preset batch is unknown: choose one of laptop"),
         ("mu=high", "strategies.mu=high: write a number"),
-        ("mu=.nan", "strategies.mu=nan is out of range"),
-        ("mu=3", "strategies.mu=3.0 is out of range; give a number from 0 to 1"),
+        ("mu=.nan", "strategies.mu=nan is not finite: give a number"),
+        ("mu=3", "strategies.mu=3.0 is too high: give at most 1"),
         ("kv_tokens=1.5", "rollout.kv_tokens=1.5: write a whole number"),
         ("kv_tokens=99999999999999999999", "rollout.kv_tokens=99999999999999999999"),
         ("filter_uniform=maybe", "filter_uniform is now filter: write filter=no-signal"),
@@ -193,8 +201,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("--seed one", "invalid int value: 'one'"),
         ("--steps 0", "steps=0 is too low: give 1 or more"),
         ("--instances 0", "rollout.instances=0 is too low"),
-        ("training_gpus=0", "cluster.training_gpus=0 is out of range: give a number from 1"),
-        ("gpus_per_instance=0", "cluster.gpus_per_instance=0 is out of range"),
+        ("training_gpus=0", "cluster.training_gpus=0 is too low: give 1 or more"),
+        ("gpus_per_instance=0", "cluster.gpus_per_instance=0 is too low"),
         ("chunk=0", "chunk is now rollout.prefill_tokens"),
         ("prefill_tokens=0", "rollout.prefill_tokens=0 is too low"),
         ("--staleness -1", "staleness=-1 is too low: give 0 or more"),
@@ -207,7 +215,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("headroom=1000000", "strategies.headroom=1000000: give "),
         ("max_tokens=0", "rollout.max_tokens=0 is too low"),
         ("prompts=31", "cluster.prompts=31 are too few"),
-        ("reward_success=2", "cluster.reward_success=2 is out of range: give a number from 0 to 1"),
+        ("reward_success=2", "cluster.reward_success=2.0 is too high: give at most 1"),
         ("filter=no-signal reward_success=1", "filter=no-signal drops every group"),
         ("--faults -1", "--faults -1 is impossible: give 0 or more"),
         ("--trace nowhere.csv", "nowhere.csv"),

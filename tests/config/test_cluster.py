@@ -51,16 +51,16 @@ def test_an_old_name_is_refused_with_the_new_one(name: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ("training_gpus=0", "cluster.training_gpus=0 is out of range: give a number from 1"),
+        ("training_gpus=0", "cluster.training_gpus=0 is too low: give 1 or more"),
         ("cluster.costs.flor=1", "cluster.costs.flor is unknown: choose one of floor, base"),
         ('cluster.costs={"floor":1}', "cluster.costs lacks base, per_sequence"),
         ("cluster.costs.floor=-1", "cluster.costs has a step that takes no time"),
         ("lengths=independent between=0.5", "cluster.lengths=independent says what between=0.5 is: leave one out"),
         ("lengths=long scale=2", "cluster.lengths=long says what scale=2 is: leave one out"),
-        ("drift=1", "cluster.drift=1 is out of range"),
+        ("drift=1", "cluster.drift=1.0 is too high: give at most 0.999"),
         ("prompts=3", "cluster.prompts=3 are too few for 20 steps of 128 groups: give 2560 or more"),
         ("filter=no-signal reward_success=0", "filter=no-signal drops every group"),
-        ("link_bandwidth=.inf", "cluster.link_bandwidth=inf is out of range"),
+        ("link_bandwidth=.inf", "cluster.link_bandwidth=inf is not finite"),
     ],
 )
 def test_what_cannot_be_modelled_is_refused_with_the_fix(overrides: str, line: str) -> None:

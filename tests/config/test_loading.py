@@ -12,7 +12,7 @@ from tests.config.settings import as_override, some_settings
 
 @given(some_settings())
 @example({"data.answer": "\x85"})
-@example({"data.arguments": {"a\u2028b": "\x85c\u2029"}})
+@example({"data.template": "a\u2028b{prompt}\x85c\u2029"})
 @settings(max_examples=100, deadline=None)
 def test_what_is_written_is_read_back_equal(tmp_path_factory: pytest.TempPathFactory, given: dict[str, Any]) -> None:
     config = load(None, [as_override(*each) for each in given.items()])

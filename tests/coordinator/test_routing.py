@@ -155,7 +155,7 @@ def test_the_younger_never_gets_a_place_that_the_older_could_have_had(case: Rand
     one, _ = case
     routed = set(targets(route(one, Strategies(routing=routing, mu=0.0))))  # type: ignore[arg-type]
     waiting: list[Queued] = []
-    for item in one.queue[: one.started]:
+    for item in one.queue[: one.reserved]:
         if item.trajectory not in routed:
             waiting.append(item)
         else:
@@ -182,7 +182,7 @@ def test_fresh_work_goes_where_it_gains_most_even_if_others_are_faster() -> None
 @given(random_situations())
 def test_waterfall_is_a_brute_force_search_for_the_shortest_step_of_what_is_started(case: Random) -> None:
     one, _ = case
-    one = replace(one, queue=one.queue[: one.started])
+    one = replace(one, queue=one.queue[: one.reserved])
     went, headroom = targets(route(one, WATERFALL)), WATERFALL.headroom
     fleet, refused, claimed = one.fleet.copy(), inf, -1
     for item in one.queue:

@@ -1,9 +1,5 @@
 """Tiny models with random weights in Hugging Face folders, and what transformers itself makes of them."""
 
-import os
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

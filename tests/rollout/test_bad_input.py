@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from staleflow.errors import ConfigError
 from staleflow.rollout.builtin import EngineOptions, TorchEngine
-from staleflow.rollout.engine import EngineError, Request, Sampling
+from staleflow.rollout.engine import EngineError, Request, Sampling, StepOutput
 from tests.rollout.conftest import VOCABULARY, Tiny, drain, greedy, prompt
 
 Models = Callable[..., Tiny]
@@ -140,7 +140,7 @@ def test_closed_engine_says_so_and_closing_twice_is_harmless(tiny: Models) -> No
 
 def test_step_with_nothing_to_do_is_harmless(tiny: Models) -> None:
     output = tiny("llama").engine(version=2).step()
-    assert output == (2, [], [], [], [])
+    assert output == StepOutput([], [], [])
 
 
 def test_snapshot_counts_requests_and_memory(tiny: Models) -> None:

@@ -140,8 +140,9 @@ def test_tables_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     for word in ("bound 1", "bound 2", "staleflow", "discard", "over age", "No-bubble limit", "% law", "shift"):
         assert word in text
     picture = path.read_text()
-    ElementTree.fromstring(picture)
-    assert picture.count("<title>") == 3, "the chart, and the timelines of ours and of the best bounded peer"
+    texts = [each.text or "" for each in ElementTree.fromstring(picture).iter() if each.tag.endswith("text")]
+    assert sum("staleness bound (dashed" in each for each in texts) == 1, "the chart"
+    assert [each.split(", ")[1] for each in texts if "seed 0:" in each] == ["staleflow", "discard"], "and timelines"
 
 
 def test_a_whole_number_of_circles_is_measured_after_the_start() -> None:

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from staleflow.cli import main
+from staleflow.config import load, to_yaml
 from staleflow.errors import ConfigError
 from staleflow.simulate.lengths import Constant
 from staleflow.simulate.setting import preset
@@ -118,6 +119,18 @@ def test_the_profile_of_a_run_is_used(tmp_path: Path) -> None:
     names = ("floor", "base", "per_sequence", "fixed", "per_context_token", "per_prefill_token")
     (folder / "profile.json").write_text(json.dumps({"coefficients": dict.fromkeys(names, 0.002)}))
     assert read_run(str(folder)).setting().rollout.floor == 0.002
+
+
+def test_a_run_is_planned_as_it_was_configured_and_what_is_asked_for_wins(tmp_path: Path) -> None:
+    folder = run_directory(tmp_path)
+    words = ["max_tokens=500", "staleness=1", "group_size=4", "strategies.mu=0.7", "kv_tokens=9000"]
+    (folder / "config.yaml").write_text(to_yaml(load(None, words)))
+    run = read_run(str(folder))
+    setting = run.setting()
+    assert (setting.workload.max_tokens, setting.strategies.mu, setting.kv_tokens) == (500, 0.7, 9000)
+    assert setting.trainer_per_token_gpu_s == pytest.approx(1.5 / (825 + 80))
+    changed = run.setting(["cluster.trainer_per_token_gpu_s=2", "groups=5"])
+    assert (changed.trainer_per_token_gpu_s, changed.groups) == (2, 5)
 
 
 def test_a_plan_from_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

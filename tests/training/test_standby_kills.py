@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from staleflow.config import load, to_yaml
 from staleflow.servers.weights import LocalParameterServer, reclaim, segments, slots
-from staleflow.types import Broken, Feed, Finish, Pushed, Ready, Save, Saved, Stop, TrainGroup
+from staleflow.types import Broken, Feed, Finish, Pushed, Ready, Row, Save, Saved, Stop
 from tests.training.test_trainer import VOCABULARY, groups_of
 from tests.training.trainer_process import STORE, TrainerProcess
-from tests.workers.test_trainer import sent
 
 pytestmark = pytest.mark.processes
 
@@ -68,13 +68,10 @@ class Watcher:
         assert self.checksums.setdefault(version, checksum) == checksum
 
 
-def step(number: int) -> list[TrainGroup]:
+def step(number: int) -> list[list[Row]]:
     """Groups that all have a signal: every version differs from the one before."""
     groups = groups_of(3, 3, seed=number, version=number)
-    return [
-        sent([row._replace(prompt=group[0].prompt, reward=float(at == 0)) for at, row in enumerate(group)])
-        for group in groups
-    ]
+    return [[replace(row, reward=float(at == 0)) for at, row in enumerate(group)] for group in groups]
 
 
 def undisturbed(run: Path, model: Path, steps: int) -> tuple[dict[int, str], float]:

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from staleflow.servers.payloads import Row
 from staleflow.training.options import CORRECTIONS
 from staleflow.training.trainer import Group, Trainer, TrainerOptions
+from staleflow.types import Row
 from tests.training.oracle import gae
 from tests.training.test_trainer import base, groups_of, updated
 
@@ -31,7 +32,10 @@ def hidden(model: Any, row: Row) -> Tensor:
 
 def as_drawn_by(model: Any, groups: list[Group]) -> list[Group]:
     with torch.no_grad():
-        return [[row._replace(logprobs=logprobs(model, row).numpy()) for row in group] for group in groups]
+        return [
+            [replace(row, logprob_bytes=logprobs(model, row).numpy().astype("<f4").tobytes()) for row in group]
+            for group in groups
+        ]
 
 
 def assert_same_gradients(trainer: Trainer, model: Any) -> None:
@@ -69,7 +73,7 @@ def test_the_gradient_of_kl_is_that_of_its_estimate(base: Any, term: Any) -> Non
     trainer = Trainer(copy.deepcopy(base), TrainerOptions(0, kl_coefficient=0.5, **term))
     shake(trainer.parameters)
     model = copy.deepcopy(trainer.model)
-    groups = [[row._replace(reward=1.0) for row in group] for group in as_drawn_by(model, groups_of(3, 2))]
+    groups = [[replace(row, reward=1.0) for row in group] for group in as_drawn_by(model, groups_of(3, 2))]
     trainer.feed(0, groups)
     total = torch.zeros(())
     for row in (row for group in groups for row in group):
@@ -109,10 +113,10 @@ def test_gae_has_the_gradients_of_ppo_written_out(base: Any) -> None:
 def test_the_value_head_learns_what_states_are_worth_at_its_own_rate(base: Any) -> None:
     options = TrainerOptions(0, "gae", learning_rate=1e-9, value_learning_rate=0.1, value_clip=math.inf)
     trainer = Trainer(copy.deepcopy(base), options)
-    groups = [[row._replace(reward=1.0) for row in group] for group in groups_of(3, 2)]
+    groups = [[replace(row, reward=1.0) for row in group] for group in groups_of(3, 2)]
     errors = []
     for step in range(30):
-        fresh = [[row._replace(spans=((step, row.tokens.size),)) for row in group] for group in groups]
+        fresh = [[replace(row, spans=((step, row.tokens.size),)) for row in group] for group in groups]
         trainer.feed(step, fresh)
         errors.append(trainer.finish(step).metrics["value_error_squared"])
     assert errors[-1] < errors[0] / 20
@@ -163,7 +167,7 @@ def test_more_updates_than_groups_make_one_for_each_group(base: Any) -> None:
 
 
 def flat(groups: list[Group]) -> list[Group]:
-    return [[row._replace(reward=1.0) for row in group] for group in groups]
+    return [[replace(row, reward=1.0) for row in group] for group in groups]
 
 
 @pytest.mark.parametrize("pieces", [[5], [1, 1, 3]])

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from staleflow.servers.payloads import Row
 from staleflow.training.micro_batches import forward, micro_batches
 from staleflow.training.trainer import Group, StalenessError, Trainer, TrainerOptions
+from staleflow.types import Row
 
 VOCABULARY = 12
 
@@ -36,7 +37,7 @@ def groups_of(count: int, members: int, seed: int = 0, version: int = 0) -> list
 
     def row(group: int, member: int) -> Row:
         size = int(random.integers(1, 9))
-        return Row(
+        return Row.of(
             f"p{group}/{member}",
             random.integers(0, VOCABULARY, 3).astype("<i4"),
             random.integers(0, VOCABULARY, size).astype("<i4"),
@@ -149,7 +150,7 @@ def test_the_gradient_of_an_on_policy_step_is_the_plain_policy_gradient(base: An
     for group in groups:
         rows: list[Row] = []
         for row in group:
-            rows.append(row._replace(logprobs=logprobs[at : at + row.tokens.size]))
+            rows.append(replace(row, logprob_bytes=logprobs[at : at + row.tokens.size].astype("<f4").tobytes()))
             at += row.tokens.size
         honest.append(rows)
     trainer = Trainer(copy.deepcopy(base), TrainerOptions(0, "dr_grpo", "ppo", clip_norm=1e9, max_tokens=50))
@@ -174,7 +175,7 @@ def test_a_trajectory_beyond_the_bound_stops_the_trainer_by_name(base: Any) -> N
     trainer = Trainer(copy.deepcopy(base), TrainerOptions(1), version=3)
     trainer.feed(3, groups_of(1, 2, version=2))
     late = groups_of(2, 2, version=3)
-    late[1][1] = late[1][1]._replace(name="p9/1", spans=((1, 2), (3, 4)))  # type: ignore[index]
+    late[1][1] = replace(late[1][1], name="p9/1", spans=((1, 2), (3, 4)))  # type: ignore[index]
     with pytest.raises(
         StalenessError, match=r"trajectory p9/1 has 2 tokens of version 1, 2 steps old at step 3; the bound is 1"
     ):
@@ -198,7 +199,7 @@ def test_a_trajectory_is_as_old_as_its_oldest_token(base: Any) -> None:
     trainer = Trainer(copy.deepcopy(base), TrainerOptions(2), version=5)
     (group,) = groups_of(1, 1, version=5)
     size = group[0].tokens.size
-    trainer.feed(5, [[group[0]._replace(spans=((3, 1), (5, size - 1)))]])
+    trainer.feed(5, [[replace(group[0], spans=((3, 1), (5, size - 1)))]])
     report = trainer.finish(5)
     assert (report.trajectory_staleness, report.token_staleness) == ({2: 1}, {2: 1, 0: size - 1})
 
@@ -323,7 +324,7 @@ def test_a_model_learns_what_is_rewarded(base: Any) -> None:
         probabilities = chance().double().numpy()
         drawn = random.choice(VOCABULARY, 32, p=probabilities / probabilities.sum())
         rows = [
-            Row(
+            Row.of(
                 f"p{step}/{at}",
                 prompt,
                 np.array([token], "<i4"),

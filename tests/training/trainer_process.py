@@ -53,7 +53,7 @@ class TrainerProcess:
         self._link = SocketLink(ours, FromProcess)
         self._heard: list[Any] = []
         cores = sorted(os.sched_getaffinity(0))
-        self.send([Setup("trainer", "trainer", str(run), str(model), STORE, cores, 1, 0, checkpoint, standby)])
+        self.send([Setup("trainer", "trainer", 1, str(run), str(model), STORE, cores, 1, 0, checkpoint, standby)])
 
     def send(self, messages: Iterable[msgspec.Struct]) -> None:
         self._socket.sendall(b"".join(map(pack, messages)))

@@ -27,7 +27,7 @@ from staleflow.observe.metrics import MetricsLog
 from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.run.checkpoints import checkpoints
-from staleflow.run.costs import RunCosts, TimedRewards, TimedTrainer
+from staleflow.run.costs import RunCosts
 from staleflow.run.decisions import DecisionLog
 from staleflow.run.directory import RunDirectory
 from staleflow.run.origin import ORIGIN, origin_of
@@ -39,7 +39,7 @@ from staleflow.runtime.local.crew import Crew, RunError
 from staleflow.runtime.local.placement import placement
 from staleflow.runtime.local.process import Child
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
-from staleflow.runtime.outbox import Outbox
+from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.servers.book import let_go
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.filters import FILTERS
@@ -50,7 +50,7 @@ from staleflow.servers.weights import claim
 from staleflow.tasks.opening import TaskSet
 from staleflow.tasks.options import ADDER
 from staleflow.training.checksums import REMOVED
-from staleflow.types import Evaluate, Evaluated, News, Pushed, Ready, Saved, Trained
+from staleflow.types import Evaluate, Evaluated, Pushed, Ready, Report, Saved, Trained
 
 __all__ = ["LocalRun", "RunError"]
 
@@ -97,7 +97,7 @@ class LocalRun:
         self._training = False
         self._began = self._cpu_began = 0.0
         self._before_s = 0.0
-        """Seconds of training in earlier lives of the run."""
+        """Seconds of training in earlier attempts of the run."""
         self._shown_s = 0.0
         """CPU seconds for what people look at."""
         self._report: Trained | None = None
@@ -151,8 +151,8 @@ class LocalRun:
     def _open(self) -> None:
         """The state of the run: empty, or that of the checkpoint."""
         config = self.config
-        self._life = self.directory.lives + 1
-        self.journal = DurableJournal(self.directory.journal(self._life), lazy_s=LAZY_S)
+        self._attempt = self.directory.lives + 1
+        self.journal = DurableJournal(self.directory.journal(self._attempt), lazy_s=LAZY_S)
         memory = trajectory_bytes(config, free_memory())
         limits = Limits(config.rollout.max_tokens, self.task.max_prompt_tokens, self.task.vocab_size, memory)
         ledger = StalenessLedger(config.groups, config.staleness, config.redundancy)
@@ -160,7 +160,7 @@ class LocalRun:
         self.server = TrajectoryServer(ledger, config.group_size, config.extra_members, self.journal, self.payloads)
         if self._checkpoint is not None:
             self.record = unpack_state((self._checkpoint / STATE).read_bytes(), self.server, self.journal)
-            self.record.lives = self._life
+            self.record.lives = self._attempt
             self._before_s = self.record.seconds
         self.server.on_committed = self._committed
         self.server.on_aborted = self._aborted
@@ -180,7 +180,6 @@ class LocalRun:
     def _control(self) -> ControlPlane:
         config = self.config
         port = PoolPort(self._pool, self.task.prompts.problem, self.payloads.token_bytes)
-        self._rewards = rewards = TimedRewards(port, self.costs.reward)
         settings = Settings(
             config.strategies,
             self._cost,
@@ -190,8 +189,9 @@ class LocalRun:
             reward_tries=config.reward.tries,
             pull_s=0.1,
         )
-        trainer = TimedTrainer(self._trainer, self.outbox, self.costs.finish)
-        control = ControlPlane(settings, self.server, trainer, rewards, self.task.prompts, term=self._life)
+        trainer = HeldTrainer(self._trainer, self.outbox, self.costs.finish.add)
+        control = ControlPlane(settings, self.server, trainer, port, self.task.prompts, term=self._attempt)
+        control.scoring.on_answer = self.costs.reward.add
         control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
         control.filter = FILTERS.bound(config.filter, {}, config.filter_arguments)
         return control
@@ -209,23 +209,22 @@ class LocalRun:
     def _from_instance(self, child: Child, message: Any) -> None:
         match message:
             case Ready():
-                life = self.crew.lives[child.name]
-                self.instances[child.name] = RemoteInstance(child, life, self.payloads)
-            case News():
+                self.instances[child.name] = RemoteInstance(child, self.crew.incarnations[child.name])
+            case Report():
                 port = self.instances[child.name]
-                report = port.hear(message)
+                port.hear(message)
                 self.costs.hear(message.costs)
                 if not child.ready.is_set():
                     child.ready.set()
                     if self._training:
                         self.control.join(port)
                 elif self._training:
-                    self.control.on_report(report)
+                    self.control.on_report(message)
 
     def _instance_ended(self, child: Child) -> None:
         self.notes = (f"{child.name} died and is replaced: {child.last_words()}",)
         if (port := self.instances.get(child.name)) is not None:
-            self.record.instance_busy_s += port.load.busy_s
+            self.record.instance_busy_s += port.busy_s
         if self._training:
             self.control.left(child.name)
 
@@ -234,7 +233,7 @@ class LocalRun:
             case Ready(version=version):
                 child.ready.set()
                 self._trainer.version = version
-                if self.crew.lives[child.name] > 1:
+                if self.crew.incarnations[child.name] > 1:
                     self._trainer_back(version)
             case Pushed(version=version):
                 self._trainer.version = version
@@ -281,7 +280,6 @@ class LocalRun:
 
     def _on_scored(self, name: str, reward: float) -> None:
         self._failures = 0
-        self._rewards.answered(name)
         self.control.on_scored(name, reward)
 
     def _on_score_failed(self, name: str, why: str) -> None:
@@ -311,7 +309,7 @@ class LocalRun:
 
     @property
     def control_share(self) -> float:
-        """Of one core, in this life of the run."""
+        """Of one core, in this attempt of the run."""
         return self._control_s / max(1e-9, time.monotonic() - self._began) if self._began else 0.0
 
     async def _train(self) -> None:
@@ -341,9 +339,9 @@ class LocalRun:
             self.record.control_s += self._control_s
             self.record.instance_s += len(self.instances) * (time.monotonic() - self._began)
             for port in self.instances.values():
-                self.record.instance_busy_s += port.load.busy_s
+                self.record.instance_busy_s += port.busy_s
             for name, child in self.crew.children.items():
-                used = child.cpu_s - (cpu[name] if self.crew.lives[name] == 1 else 0.0)
+                used = child.cpu_s - (cpu[name] if self.crew.incarnations[name] == 1 else 0.0)
                 self.record.cpu_s[name] = self.record.cpu_s.get(name, 0.0) + used
 
     def _interrupt(self) -> None:
@@ -376,7 +374,7 @@ class LocalRun:
         self.record.trained(
             report.facts, report.token_staleness, report.trajectory_staleness, report.busy_s, report.idle_s
         )
-        busy_s = self.record.instance_busy_s + sum(port.load.busy_s for port in self.instances.values())
+        busy_s = self.record.instance_busy_s + sum(port.busy_s for port in self.instances.values())
         busy_s, self._instances_busy_s = busy_s - self._instances_busy_s, busy_s
         self._metrics.write(
             {
