@@ -105,14 +105,17 @@ def _store(setup: Setup) -> LocalParameterServer:
 
 def _evaluator(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
+    from staleflow.reward.environment import see_only
     from staleflow.reward.function import load_reward
     from staleflow.tasks.opening import open_task
     from staleflow.workers.evaluator import Evaluator, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
     task = open_task(config.data, Path(setup.model), config.seed, config.evaluation.problems)
+    engine = _engine(setup, config)
+    see_only(config.reward.environment)
     evaluator = Evaluator(
-        _engine(setup, config),
+        engine,
         LazyWeights(setup),
         task.held_out,
         config.evaluated(task.stop_tokens),

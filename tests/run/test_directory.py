@@ -14,6 +14,8 @@ from staleflow.config import load
 from staleflow.errors import RunError
 from staleflow.run.directory import RunDirectory
 
+pytestmark = pytest.mark.processes
+
 OWN = """
 import sys
 from pathlib import Path

@@ -20,6 +20,8 @@ from staleflow.servers.weights.slots import segments_of
 from staleflow.tasks import folders
 from staleflow.tasks.folders import made_once
 
+pytestmark = pytest.mark.processes
+
 TRAINER = """
 import sys
 import torch
