@@ -213,6 +213,8 @@ class Instance:
     def load(self, now: float) -> Load:
         """The state at the last boundary up to ``now``, in constant time; call ``advance(now)`` first."""
         steps = self._steps_done(now)
+        if not steps:
+            return self.load_at_last_step()
         pool, running = self._batch.pool, self._batch.running
         grown_kv = pool.growth(self._batch.step, steps, running) * pool.block
         return Load(
