@@ -31,6 +31,8 @@ class StepReport:
     trajectory_staleness: Counter[int]
     """By the oldest version in each."""
     metrics: dict[str, float]
+    gradients_s: float
+    """That the device worked on gradients."""
 
 
 def metric_values(metrics: Metrics) -> dict[str, float]:
