@@ -77,7 +77,7 @@ PRESETS: dict[str, Tree] = {
             "learning_rate": 1e-5,
             "warmup_steps": 5,
             "correction": "truncated",
-            "micro_tokens": 4_096,
+            "micro_tokens": 16_384,
         },
         "evaluation": {"every": 10, "problems": 32},
     },

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -122,15 +122,16 @@ class Layer:
     def forward(self, residual_LH: Tensor, branch_LH: Tensor | None, turns: Turns) -> tuple[Tensor, Kept]:
         """Adds to the residual in place what came before; returns what comes next, and is not yet added."""
         do = self.kernels
-        normed, *scaled = do.add_norm(residual_LH, branch_LH, self.norms[0], self.epsilon, self.kind)
+        normed, scaled, scales = do.add_norm(residual_LH, branch_LH, self.norms[0], self.epsilon, self.kind)
         bias = None if self.bias is None else self.bias.value
         qkv = linear(normed, self.qkv.value, bias).view(-1, self.every, self.size)
         do.rotate(qkv, turns.cos_LD, turns.sin_LD, (self.heads + self.every) // 2)
         attended, sums = do.attend(qkv, self.heads, turns.starts_N, turns.longest, self.scale)
         branch = attended.flatten(1) @ self.out.value.t()
-        normed, *scaled_mlp = do.add_norm(residual_LH, branch, self.norms[1], self.epsilon, self.kind)
+        before = (scaled, scales, qkv, attended, sums)
+        normed, scaled, scales = do.add_norm(residual_LH, branch, self.norms[1], self.epsilon, self.kind)
         both = normed @ self.gate_up.value.t()
-        return do.swiglu(both) @ self.down.value.t(), Kept(*scaled, qkv, attended, sums, *scaled_mlp, both)
+        return do.swiglu(both) @ self.down.value.t(), Kept(*before, scaled, scales, both)
 
     def backward(self, kept: Kept, d_residual_LH: Tensor, d_half_LH: Tensor, turns: Turns, parts: Tensor) -> Tensor:
         """Adds to the gradient of the residual in place; returns it in the precision of the pass."""
@@ -194,7 +195,7 @@ class Decoder:
     @torch.no_grad()
     def _refresh(self) -> None:
         pairs = [pair for each in self._matrices for pair in zip(each.values, each.parameters, strict=True)]
-        torch._foreach_copy_([value for value, _ in pairs], [parameter for _, parameter in pairs])
+        cast(Any, torch)._foreach_copy_([value for value, _ in pairs], [parameter for _, parameter in pairs])
         self._fresh = True
 
     def _attach(self) -> None:
@@ -207,7 +208,7 @@ class Decoder:
             if parameter.requires_grad
         ]
         if trained[0][0].grad is None:
-            torch._foreach_zero_([each.gradient for each in every])
+            cast(Any, torch)._foreach_zero_([each.gradient for each in every])
             for parameter, gradient in trained:
                 parameter.grad = gradient
 

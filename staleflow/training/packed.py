@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -214,7 +214,7 @@ def scale_gradients(parameters: Iterable[Tensor], scale: float) -> None:
     """Multiply what backward has accumulated, in place."""
     gradients = [each.grad for each in parameters if each.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, scale)
+        cast(Any, torch)._foreach_mul_(gradients, scale)
 
 
 def aggregate(

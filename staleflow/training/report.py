@@ -31,8 +31,8 @@ class StepReport:
     trajectory_staleness: Counter[int]
     """By the oldest version in each."""
     metrics: dict[str, float]
-    gradients_s: float
-    """That the device worked on gradients."""
+    early_s: float
+    """That the device worked on gradients before the step was complete."""
 
 
 def metric_values(metrics: Metrics) -> dict[str, float]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -142,8 +143,10 @@ class Trainer:
         done = self._open
         if step != self.version or not done.groups:
             raise ValueError(f"step {step} cannot be finished: step {self.version} has {len(done.groups)} groups")
+        asked = time.perf_counter()
+        self._flush()
+        early_s = max(0.0, self._clock.seconds() - (time.perf_counter() - asked))
         if self.options.whole_batch is None:
-            self._flush()
             self._update(step, done.loss)
         else:
             for part in self._work(done.groups).split(self.options.updates_per_step):
@@ -151,7 +154,7 @@ class Trainer:
                 self._update(step, loss)
                 done.loss += loss
         self.version += 1
-        report = self._report(step, done)
+        report = self._report(step, done, early_s)
         self.reset()
         return report
 
@@ -159,6 +162,7 @@ class Trainer:
         """Forget what was fed since the last update, and what was made of the parameters for it."""
         self.optimiser.zero_grad(set_to_none=True)
         self._open = self._nothing()
+        self._clock = clock_of(self.device)
         self._changed()
 
     def _changed(self) -> None:
@@ -319,7 +323,7 @@ class Trainer:
         self._changed()
         self._open.norms.append(norm)
 
-    def _report(self, step: int, done: _Open) -> StepReport:
+    def _report(self, step: int, done: _Open, early_s: float) -> StepReport:
         rows = [row for group in done.groups for row in group]
         rewards_N = torch.tensor([row.reward for row in rows], dtype=torch.float64)
         lengths_N = torch.tensor([row.tokens.size for row in rows])
@@ -339,5 +343,5 @@ class Trainer:
             token_staleness=done.token_staleness,
             trajectory_staleness=done.trajectory_staleness,
             metrics=metric_values(done.loss.metrics + done.metrics),
-            gradients_s=self._clock.seconds(),
+            early_s=early_s,
         )

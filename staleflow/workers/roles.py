@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,44 +65,49 @@ def _trainer(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
     from staleflow.training.build import build
     from staleflow.training.checkpoints import load as load_checkpoint
-    from staleflow.training.standby import revive
+    from staleflow.training.standby import Standby
     from staleflow.training.trainer import StalenessError
     from staleflow.workers.trainer import TrainerWorker, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
     trainer = build(setup.model, trainer_options(config), config.training.device)
-    weights = _store(setup)
-    if weights.newest() >= 0:
-        revive(trainer, weights)
-    elif setup.checkpoint:
+    weights = _store(setup, setup.store, config.rollout.dtype)
+    kept = Standby(_store(setup, f"{setup.store}-standby"), registry(setup)) if config.processes.standby else None
+    stores = [weights] if kept is None else [weights, kept]
+    worker = TrainerWorker(trainer, weights, link.send, Path(setup.model), kept)
+    if not worker.revive() and setup.checkpoint:
         load_checkpoint(trainer, setup.checkpoint)
-    worker = TrainerWorker(trainer, weights, link.send, Path(setup.model), standby=config.processes.standby)
     worker.publish()
     link.send(Ready(trainer.version))
 
     def run() -> None:
+        leave = methodcaller("close")
         try:
             serve(worker, link)
         except (ValueError, StalenessError, FloatingPointError):  # another trainer would come to the same
-            weights.close()
             raise
         except BaseException:
-            weights.detach()
+            leave = methodcaller("detach")
             raise
-        weights.close()
+        finally:
+            for store in stores:
+                leave(store)
 
     return run
 
 
-def _store(setup: Setup) -> LocalParameterServer:
-    """That of the trainer before this one, or a new one. One left by an earlier life of the run is not gone on from:
-    it may be ahead of the checkpoint that this life began with."""
+def _store(setup: Setup, name: str, dtype: str = "float32") -> LocalParameterServer:
+    """That of the trainer before this one, or a new one. One left by an earlier life of the run is not continued: it
+    may be ahead of the checkpoint that this life began with."""
+    import torch
+
     from staleflow.servers.weights import LocalParameterServer, NoStoreError
 
     if setup.standby:
         with contextlib.suppress(NoStoreError):  # it died before it made one
-            return LocalParameterServer.take_over(setup.store, registry=registry(setup))
-    return LocalParameterServer.create(setup.store, registry=registry(setup))
+            return LocalParameterServer.take_over(name, registry=registry(setup))
+    cast = torch.bfloat16 if dtype == "bfloat16" else None  # in full precision an engine reads what is trained
+    return LocalParameterServer.create(name, registry=registry(setup), dtype=cast)
 
 
 def _evaluator(setup: Setup, link: Link) -> Any:

@@ -57,8 +57,9 @@ def test_rotation(heads: tuple[int, int], size: int) -> None:
     kernels.rotate(qkv, cos, sin, queries + keys)
     plain.rotate(again, cos, sin, queries + keys)
     near([qkv], [again])
-    apart = [random(ROWS, count, size) for count in (queries, keys, keys)]
-    near([kernels.rotate_back(*apart, cos, sin)], [plain.rotate_back(*apart, cos, sin)])
+    query, key, value = (random(ROWS, count, size) for count in (queries, keys, keys))
+    found, expected = (each.rotate_back(query, key, value, cos, sin) for each in (kernels, plain))
+    near([found], [expected])
 
 
 def test_gates() -> None:
@@ -81,7 +82,7 @@ def test_log_probabilities(temperature: float, entropic: bool) -> None:
     expected = plain.log_probs(logits, targets, temperature)
     near(found, expected)
     d_logprobs, d_entropies = random(2, ROWS, kind=torch.float32)
-    rest = (targets, *expected[1:], d_logprobs, d_entropies if entropic else None, temperature)
+    rest: Any = (targets, *expected[1:], d_logprobs, d_entropies if entropic else None, temperature)
     again = logits.clone()
     kernels.log_probs_backward(logits, *rest)
     plain.log_probs_backward(again, *rest)

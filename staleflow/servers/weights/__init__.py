@@ -23,10 +23,9 @@ from staleflow.servers.weights.pushing import Pushed, Writer
 from staleflow.servers.weights.segments import NoStoreError, Registry, WeightsError
 from staleflow.servers.weights.slots import Clock, segments_of
 from staleflow.servers.weights.stores import Store
-from staleflow.servers.weights.tensors import PRIVATE, Cast
+from staleflow.servers.weights.tensors import Cast
 
 __all__ = [
-    "PRIVATE",
     "LocalParameterServer",
     "NoStoreError",
     "ParameterServer",
@@ -52,9 +51,7 @@ class ParameterServer(Protocol):
         ...
 
     def pull(self, into: Mapping[str, torch.Tensor], at_least: int) -> int:
-        """Copy the newest version, which must be ``at_least`` that, into these tensors. Returns its number.
-
-        They are all weights, or all that is ``PRIVATE``: what a trainer pushes beside them for its successor."""
+        """Copy the newest version, which must be ``at_least`` that, into these tensors. Returns its number."""
         ...
 
     def close(self) -> None: ...
