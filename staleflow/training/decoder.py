@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from torch.nn.functional import embedding, linear
 
 from staleflow.training.attention import attends_by_rows
 from staleflow.training.micro_batches import MicroBatch
+
+if TYPE_CHECKING:
+    from staleflow.training.recorded import Recordings
 
 FAMILIES = ("llama", "mistral", "qwen2")
 
@@ -45,8 +48,11 @@ def by_hand(model: Any, recompute: bool = False) -> Decoder | None:
     if not fits(model):
         return None
     from staleflow.training import kernels
+    from staleflow.training.recorded import Recordings
 
-    return Decoder(model, kernels, recompute=recompute)
+    decoder = Decoder(model, kernels, recompute=recompute)
+    decoder.recordings = None if recompute else Recordings(decoder)
+    return decoder
 
 
 class Matrix:
@@ -74,6 +80,20 @@ class Matrix:
     def gradients(self) -> list[Tensor]:
         parts = self.gradient.split(self._sizes)
         return [part.view_as(each) for part, each in zip(parts, self.parameters, strict=True)]
+
+
+class Places(NamedTuple):
+    """Of a pass: what it reads, and where each row begins."""
+
+    tokens_L: Tensor
+    positions_L: Tensor
+    predicting_T: Tensor
+    starts_N: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, batch: MicroBatch) -> Places:
+        return cls(batch.tokens_L, batch.positions_L, batch.predicting_T, batch.starts_N, max(batch.lengths))
 
 
 class Turns(NamedTuple):
@@ -176,8 +196,18 @@ class Decoder:
         self._rotary, self._epsilon = decoder.rotary_emb, config.rms_norm_eps
         self._matrices = [matrix for layer in self.layers for matrix in layer.matrices()]
         self._matrices += [self.embedding] if tied else [self.embedding, self.head]
+        self.recordings: Recordings | None = None
+        """Of small passes, where the device has such."""
         self._fresh = False
         self._anchor = torch.zeros((), requires_grad=True)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of one token, until backward."""
+        layer = self.layers[0]
+        columns = layer.qkv.value.shape[1] + layer.down.value.shape[0] + layer.out.value.shape[1]
+        columns += layer.qkv.value.shape[0] + layer.gate_up.value.shape[0]
+        return len(self.layers) * columns * self.kind.itemsize
 
     def forget(self) -> None:
         """The parameters have changed: what the products read is made from them again."""
@@ -188,7 +218,7 @@ class Decoder:
         if not self._fresh:
             self._refresh()
         if not torch.is_grad_enabled():
-            return self._forward(batch, keep=False)[0]
+            return self.forward(Places.of(batch), keep=False)[0]
         self._attach()
         return _Pass.apply(self._anchor, self, batch)  # pyright: ignore[reportReturnType]
 
@@ -212,9 +242,9 @@ class Decoder:
             for parameter, gradient in trained:
                 parameter.grad = gradient
 
-    def _forward(self, batch: MicroBatch, keep: bool) -> tuple[Tensor, Any]:
-        residual = embedding(batch.tokens_L, self.embedding.parameters[0])
-        turns = self._turns(batch, residual)
+    def forward(self, places: Places, keep: bool) -> tuple[Tensor, Any]:
+        residual = embedding(places.tokens_L, self.embedding.parameters[0])
+        turns = self._turns(places, residual)
         branch: Tensor | None = None
         kept: list[Any] = []
         for layer in self.layers:
@@ -227,19 +257,19 @@ class Decoder:
                 if keep:
                     kept.append(found)
                 del found
-        last = residual[batch.predicting_T]
-        before = None if branch is None else branch[batch.predicting_T]
+        last = residual[places.predicting_T]
+        before = None if branch is None else branch[places.predicting_T]
         normed, *scaled = self.kernels.add_norm(last, before, self.norms.parameters[-1], self._epsilon, self.kind)
         return normed, (kept, turns, *scaled)
 
-    def _backward(self, batch: MicroBatch, found: Any, d_hidden_TH: Tensor) -> None:
+    def backward(self, places: Places, found: Any, d_hidden_TH: Tensor) -> None:
         kept, turns, scaled, scales = found
-        rows, size = batch.tokens_L.numel(), d_hidden_TH.shape[1]
+        rows, size = places.tokens_L.numel(), d_hidden_TH.shape[1]
         parts = self.norms.gradient.new_empty(len(self.norms.parameters), min(rows, self.kernels.PROGRAMS), size)
         norm = (scaled, scales, self.norms.parameters[-1], None, parts[-1])
         d_last, d_last_half, _ = self.kernels.norm_backward(d_hidden_TH, *norm)
-        d_residual = d_last.new_zeros(rows, size).index_copy_(0, batch.predicting_T, d_last)
-        d_half = d_last_half.new_zeros(rows, size).index_copy_(0, batch.predicting_T, d_last_half)
+        d_residual = d_last.new_zeros(rows, size).index_copy_(0, places.predicting_T, d_last)
+        d_half = d_last_half.new_zeros(rows, size).index_copy_(0, places.predicting_T, d_last_half)
         for at in reversed(range(len(self.layers))):
             layer, held = self.layers[at], kept.pop()
             if self.recompute:
@@ -247,23 +277,27 @@ class Decoder:
             d_half = layer.backward(held, d_residual, d_half, turns, parts[2 * at : 2 * at + 2])
             del held
         self.norms.gradient += parts.sum(1)
-        self.embedding.gradient.index_add_(0, batch.tokens_L, d_residual)
+        self.embedding.gradient.index_add_(0, places.tokens_L, d_residual)
 
-    def _turns(self, batch: MicroBatch, like: Tensor) -> Turns:
+    def _turns(self, places: Places, like: Tensor) -> Turns:
         half = self.layers[0].size // 2
-        cos, sin = (each[0, :, :half].contiguous() for each in self._rotary(like, batch.positions_L[None]))
-        return Turns(cos, sin, batch.starts_N, max(batch.lengths))
+        cos, sin = (each[0, :, :half].contiguous() for each in self._rotary(like, places.positions_L[None]))
+        return Turns(cos, sin, places.starts_N, places.longest)
 
 
 class _Pass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, decoder: Decoder, batch: MicroBatch) -> Tensor:  # noqa: ARG004
-        hidden_TH, ctx.kept = decoder._forward(batch, keep=True)
-        ctx.decoder, ctx.batch = decoder, batch
+        recording = decoder.recordings.find(batch) if decoder.recordings is not None else None
+        if recording is not None:
+            ctx.backward_pass = recording.backward
+            return recording.forward(batch)
+        places = Places.of(batch)
+        hidden_TH, kept = decoder.forward(places, keep=True)
+        ctx.backward_pass = lambda d_hidden_TH: decoder.backward(places, kept, d_hidden_TH)
         return hidden_TH
 
     @staticmethod
     def backward(ctx: Any, d_hidden_TH: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        kept, ctx.kept = ctx.kept, None
-        ctx.decoder._backward(ctx.batch, kept, d_hidden_TH.contiguous())
+        ctx.backward_pass(d_hidden_TH.contiguous())
         return None, None, None
