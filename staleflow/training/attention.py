@@ -23,6 +23,9 @@ NAME = "staleflow-rows"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Whose attention is plain and causal. Others get transformers' own mask for packed rows."""
 
+HEAD = 8
+"""The size of a head must be a multiple of this for one call over all rows."""
+
 
 class Rows(NamedTuple):
     lengths: list[int]
@@ -68,7 +71,7 @@ def attention(
         )
     states = (query_1HLD, key_1HLD, value_1HLD)
     how: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": query_1HLD.shape[1] != key_1HLD.shape[1]}
-    if query_1HLD.is_cuda and torch.is_autocast_enabled("cuda"):
+    if query_1HLD.is_cuda and torch.is_autocast_enabled("cuda") and query_1HLD.shape[-1] % HEAD == 0:
         q, k, v = (each[0].transpose(0, 1).to(torch.bfloat16) for each in states)
         where = (rows.starts_N, rows.starts_N, max(rows.lengths), max(rows.lengths))
         return torch.ops.aten._flash_attention_forward(q, k, v, *where, 0.0, True, False, scale=scaling)[0][None], None

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from staleflow.training.attention import attends_by_rows
+from staleflow.training.attention import HEAD, attends_by_rows
 from staleflow.training.micro_batches import MicroBatch
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def fits(model: Any) -> bool:
     """Whether the model is nothing but what is computed here."""
     config = model.config
     plain = config.model_type in FAMILIES and config.hidden_act == "silu" and attends_by_rows(model)
+    plain = plain and model.get_decoder().layers[0].self_attn.head_dim % HEAD == 0
     biased = getattr(config, "mlp_bias", False) or any(".o_proj.bias" in name for name, _ in model.named_parameters())
     adapted = any(".lora_" in name for name, _ in model.named_parameters())
     return plain and not biased and not adapted

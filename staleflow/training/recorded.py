@@ -22,7 +22,7 @@ FEWEST, MOST = 512, 4096
 """Tokens of a recording. A GPU works longer on more tokens than they take to launch."""
 SHORTEST = 256
 """Of the longest row that a recording is made for."""
-KEPT = 2 << 30
+KEPT = 3 << 29
 """Most bytes that a recording may keep from forward to backward."""
 TOKENS_OF_A_ROW = 4
 """A recording has room for rows of so many tokens on average."""

@@ -32,7 +32,7 @@ def model_of(family: str, tied: bool, seed: int = 0, hidden: int = 16) -> Any:
     made: dict[str, Any] = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, **heads)),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, **heads)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, **heads, head_dim=4)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, **heads, head_dim=hidden // 4)),
     }
     model = made[family]().double()
     for each in model.parameters():
@@ -131,10 +131,11 @@ def test_frozen_parameters_get_no_gradient() -> None:
 
 
 def test_what_is_not_plain_is_left_to_transformers() -> None:
-    assert fits(model_of("llama", tied=True))
-    assert not fits(model_of("qwen3", tied=True))
-    biased = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_size=16, num_attention_heads=4, attention_bias=True))
-    other = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_size=16, num_attention_heads=4, hidden_act="gelu"))
+    assert fits(model_of("llama", tied=True, hidden=32))
+    assert not fits(model_of("llama", tied=True, hidden=16)), "heads of 4"
+    assert not fits(model_of("qwen3", tied=True, hidden=32))
+    biased = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_size=32, num_attention_heads=4, attention_bias=True))
+    other = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_size=32, num_attention_heads=4, hidden_act="gelu"))
     for model in (biased, other):
         attend_by_rows(model)
         assert not fits(model)
