@@ -71,6 +71,7 @@ PRESETS: dict[str, Tree] = {
             "max_tokens": 256,
             "max_running": 256,
             "kv_tokens": 131_072,
+            "prefill_tokens": 8_192,
         },
         "training": {
             "device": "cuda",

@@ -26,7 +26,7 @@ def test_whole_steps_and_passes_are_measured(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_step_has_a_timeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run(monkeypatch, "gpu/step.py", "--json", str(tmp_path / "out.json"), "--picture", str(tmp_path / "out.svg"))
     spans = json.loads((tmp_path / "out.json").read_text())["ms"]
-    order = [spans[name] for name in ("gradients", "note", "update", "push", "pull", "first token")]
+    order = [spans[name] for name in ("gradients", "note", "update", "push", "pull", "first tokens")]
     assert order == sorted(order)
     assert spans["push"][1] <= spans["standby"][0], "engines do not wait for what another trainer would need"
     assert (tmp_path / "out.svg").read_text().count("<rect") == len(spans)
