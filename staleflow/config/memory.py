@@ -25,6 +25,8 @@ CONTROL = 250 * 2**20
 """Estimate: the control plane."""
 CONTEXT = 500 * 2**20
 """Estimate: a process on a GPU."""
+LOGITS = 2**30
+"""Of the trainer on a GPU, at a time."""
 PAYLOAD_BYTES = 8
 """A token and its log-probability."""
 TRAJECTORY_SHARE = 4
@@ -193,10 +195,12 @@ def _trainer(config: Config, sizes: Sizes) -> list[Part]:
         Part(
             "trainer",
             f"activations, about, of {training.micro_tokens:,} tokens",
-            training.micro_tokens * sizes.activation_bytes(training.activation_checkpointing),
+            training.micro_tokens * sizes.activation_bytes(training.activation_checkpointing, device != "cpu"),
             device,
         ),
     ]
+    if device != "cpu":
+        parts.append(Part("trainer", "weights in bfloat16 and logits", 2 * every + LOGITS, device))
     if training.kl_coefficient and not training.lora_rank:
         parts.append(Part("trainer", "reference weights", 4 * every, device))
     return [*parts, *_process("trainer", device, 1)]
@@ -205,8 +209,8 @@ def _trainer(config: Config, sizes: Sizes) -> list[Part]:
 def _rest(config: Config, sizes: Sizes, limit: int) -> list[Part]:
     groups = (config.staleness + 1) * (config.groups + config.redundancy)
     adapters = sizes.adapters(config.training.lora_rank, config.training.lora_targets)
-    moments = 12 * adapters if config.training.lora_rank else 8 * sizes.parameters
-    version = 4 * sizes.parameters + (moments if config.processes.standby else 0)
+    trained = adapters if config.training.lora_rank else sizes.parameters
+    version = BYTES[config.rollout.dtype] * sizes.parameters + (12 * trained if config.processes.standby else 0)
     return [
         Part("parameters", "two versions in shared memory", version, count=2),
         Part("trajectories", "tokens, at most", min(limit, groups * _group(config))),

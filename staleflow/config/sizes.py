@@ -53,8 +53,14 @@ class Sizes:
         """KV memory of one token, of numbers of so many bytes."""
         return 2 * self.layers * self.kv_heads * self.head_dim * item
 
-    def activation_bytes(self, recomputed: bool) -> int:
-        """About what training keeps for one token of a micro-batch: layers, and logits with their gradient."""
+    def activation_bytes(self, recomputed: bool, on_gpu: bool = False) -> int:
+        """About what training keeps for one token of a micro-batch: layers, and logits with their gradient.
+
+        On a GPU layers keep little, in bfloat16, and logits are never all there.
+        """
+        if on_gpu:
+            layer = 2 * (2 * self.hidden + 2 * (self.heads + self.kv_heads) * self.head_dim + 2 * self.intermediate)
+            return self.layers * 4 * self.hidden + layer if recomputed else self.layers * layer
         layer = 8 * self.hidden + 2 * (self.heads + self.kv_heads) * self.head_dim + 4 * self.intermediate
         layers = self.layers * self.hidden + layer if recomputed else self.layers * layer
         return 4 * (layers + 3 * self.vocabulary)

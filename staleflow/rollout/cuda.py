@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from staleflow.rollout import cuda_kernels as kernels
-from staleflow.rollout.attention import Layout, PagedAttention
+from staleflow.rollout.attention import Layout, PagedAttention, PrefillSpan
 from staleflow.rollout.model import Model
 from staleflow.rollout.rows import Ints
 
@@ -28,14 +28,46 @@ FROM_DEVICE = -1
 """In place of a token: the one that the last step drew in this row."""
 
 
+class _Spans(NamedTuple):
+    """All that a step prefills, for one call: where the contexts are, and where each span's begins."""
+
+    slots: Tensor
+    queries: Tensor
+    keys: Tensor
+    longest_query: int
+    longest_key: int
+
+
 class CudaAttention(PagedAttention):
-    """Entries, copies and prefill as on the CPU; decoding by a kernel that reads the pages where they are."""
+    """Entries and copies as on the CPU; decoding by a kernel that reads the pages where they are; prefill, in bfloat16,
+    by one call for all sequences: after a pull hundreds of short contexts are computed again."""
 
     def begin(self, layout: Layout) -> None:
         self._slots = torch.from_numpy(layout.slots).to(self.device)
         self._tables = torch.from_numpy(layout.tables.astype(np.int32)).to(self.device)
         self._lengths = torch.from_numpy(layout.lengths.astype(np.int32)).to(self.device)
-        self._prefill = [(span, *self._context(span)) for span in layout.prefill]
+        together = self.entries[0].dtype == torch.bfloat16 and self.geometry.head_dim % 8 == 0
+        self._spans = self._together(layout.prefill) if layout.prefill and together else None
+        self._prefill = [] if together else [(span, *self._context(span)) for span in layout.prefill]
+
+    def _together(self, spans: list[PrefillSpan]) -> _Spans:
+        size = self.page_size
+        lengths, contexts = [span.length for span in spans], [span.start + span.length for span in spans]
+        slots = [
+            (np.array(span.pages)[:, None] * size + np.arange(size)).reshape(-1)[:tokens]
+            for span, tokens in zip(spans, contexts, strict=True)
+        ]
+        begins = [np.cumsum([0, *each], dtype=np.int32) for each in (lengths, contexts)]
+        queries, keys = (torch.from_numpy(each).to(self.device) for each in begins)
+        held = torch.from_numpy(np.concatenate(slots)).to(self.device)
+        return _Spans(held, queries, keys, max(lengths), max(contexts))
+
+    def _prefill_together(self, held: Tensor, spans: _Spans, query: Tensor) -> Tensor:
+        """Of ``query [tokens, heads, head_dim]``, each span the end of its context."""
+        keys, values = held.index_select(1, spans.slots).transpose(0, 1).chunk(2, 1)
+        where = (spans.queries, spans.keys, spans.longest_query, spans.longest_key)
+        how = (query, keys, values, *where, 0.0, True, False)
+        return torch.ops.aten._flash_attention_forward(*how, scale=self.scale)[0]
 
     def attend(self, layer: int, query: Tensor, entries: Tensor) -> Tensor:
         held = self.entries[layer]
@@ -46,6 +78,8 @@ class CudaAttention(PagedAttention):
             asking = query[:rows].contiguous()
             found = kernels.attend(asking, held, self._tables, self._lengths, self.page_size, self.scale)
             out[:rows] = found.view(rows, *query.shape[1:])
+        if self._spans is not None:
+            out[rows:] = self._prefill_together(held, self._spans, query[rows:])
         for span, mask, index in self._prefill:
             self._prefill_span(self._by_page[layer], span, mask, index, query, entries, out)
         return out.view(len(query), -1)

@@ -1,11 +1,10 @@
 """Attention inside each row of a packed pass, without a mask over all pairs of tokens of the pass.
 
     attend_by_rows(model)                                                 # once
-    decoder(input_ids=..., position_ids=..., **by_rows(lengths, device))  # rows one behind the other, 1 x L
+    decoder(input_ids=..., position_ids=..., **by_rows(lengths, starts_N))  # rows one behind the other, 1 x L
 
-On CPU each row is a call of its own, which costs least. On a GPU rows of similar lengths are padded for this operation
-only, since few large kernels are faster there. A model that is called without ``rows`` attends as transformers does by
-``sdpa``.
+In bfloat16 on a GPU all rows are one call, whatever their lengths; elsewhere each is a call of its own, which costs
+least on a CPU. A model that is called without ``rows`` attends as transformers does by ``sdpa``.
 """
 
 from __future__ import annotations
@@ -23,51 +22,37 @@ from transformers.masking_utils import sdpa_mask
 from staleflow.model_json import FAMILIES
 
 NAME = "staleflow-rows"
-PADDED = 4
+HEAD = 8
+"""The size of a head must be a multiple of this for one call over all rows."""
 
 
 class Rows(NamedTuple):
     lengths: list[int]
     """Of all tokens of each row."""
-    padded: tuple[Tensor, Tensor] | None = None
-    """Where the tokens of N x M padded rows are in L, and the tokens of L in N * M; None: each row is called alone."""
+    starts_N: Tensor
+    """Where each begins, and the end of the last, in 32 bits."""
 
 
-def attend_by_rows(model: Any) -> bool:
-    """Let the model take ``rows``, if its attention is plain and causal; False if it is not.
+def attend_by_rows(model: Any) -> None:
+    """Let the model take ``rows``, if its attention is plain and causal.
 
     Others get transformers' own mask for packed rows."""
     config = model.config
     windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     windowed = windowed or (config.model_type == "mistral" and config.sliding_window is not None)
-    if config.model_type not in FAMILIES or windowed or config.attention_dropout:
-        return False
-    model.set_attn_implementation(NAME)
-    return True
+    if config.model_type in FAMILIES and not windowed and not config.attention_dropout:
+        model.set_attn_implementation(NAME)
 
 
-def by_rows(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """What a model needs to be told about a packed pass."""
+def attends_by_rows(model: Any) -> bool:
+    return model.config._attn_implementation == NAME
+
+
+def by_rows(lengths: Sequence[int], starts_N: Tensor) -> dict[str, Any]:
+    """What a model needs to be told about a packed pass, and where in it each row begins."""
     # A mask of four dimensions is passed on as it is: it keeps transformers from making one of L x L.
-    no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=device)
-    padded = padding(lengths, device) if device.type != "cpu" and worth_padding(lengths) else None
-    return {"rows": Rows(list(lengths), padded), "attention_mask": no_mask}
-
-
-def worth_padding(lengths: Sequence[int]) -> bool:
-    """Whether padded rows would hold no more than ``PADDED`` times the tokens: one long row must not lengthen many."""
-    return max(lengths) * len(lengths) <= PADDED * sum(lengths)
-
-
-def padding(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """See ``Rows.padded``. Places beyond a row's end repeat some token: nothing before them looks there."""
-    most, total = max(lengths), sum(lengths)
-    lengths_N = torch.tensor(lengths, device=device)
-    starts_N = lengths_N.cumsum(0) - lengths_N
-    there_NM = (starts_N[:, None] + torch.arange(most, device=device)).clamp(max=total - 1)
-    rows_L = torch.repeat_interleave(lengths_N, output_size=total)
-    back_L = torch.arange(total, device=device) - starts_N[rows_L] + rows_L * most
-    return there_NM, back_L
+    no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=starts_N.device)
+    return {"rows": Rows(list(lengths), starts_N), "attention_mask": no_mask}
 
 
 def attention(
@@ -87,13 +72,12 @@ def attention(
         )
     states = (query_1HLD, key_1HLD, value_1HLD)
     how: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": query_1HLD.shape[1] != key_1HLD.shape[1]}
-    if rows.padded is None:
-        parts = zip(*(each.split(rows.lengths, 2) for each in states), strict=True)
-        return torch.cat([scaled_dot_product_attention(q, k, v, **how) for q, k, v in parts], 2).transpose(1, 2), None
-    there_NM, back_L = rows.padded
-    q, k, v = (each[0].transpose(0, 1)[there_NM].transpose(1, 2) for each in states)
-    out_NMHD = scaled_dot_product_attention(q, k, v, **how).transpose(1, 2)
-    return out_NMHD.flatten(0, 1)[back_L][None], None
+    if query_1HLD.is_cuda and torch.is_autocast_enabled("cuda") and query_1HLD.shape[-1] % HEAD == 0:
+        q, k, v = (each[0].transpose(0, 1).to(torch.bfloat16) for each in states)
+        where = (rows.starts_N, rows.starts_N, max(rows.lengths), max(rows.lengths))
+        return torch.ops.aten._flash_attention_forward(q, k, v, *where, 0.0, True, False, scale=scaling)[0][None], None
+    parts = zip(*(each.split(rows.lengths, 2) for each in states), strict=True)
+    return torch.cat([scaled_dot_product_attention(q, k, v, **how) for q, k, v in parts], 2).transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, attention)

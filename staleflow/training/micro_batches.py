@@ -10,16 +10,20 @@ is how transformers' models tell rows apart in one flat sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from staleflow.servers.payloads import pack
-from staleflow.training.attention import NAME, by_rows
+from staleflow.training.attention import attends_by_rows, by_rows
+from staleflow.training.logprobs import log_probs
 from staleflow.training.packed import Segments
 from staleflow.types import Row
+
+if TYPE_CHECKING:
+    from staleflow.training.decoder import Decoder
 
 
 class Known(NamedTuple):
@@ -35,7 +39,7 @@ class Known(NamedTuple):
         return Known(*(None if each is None else each[where] for each in self))
 
     def to(self, device: torch.device | None) -> Known:
-        return Known(*(None if each is None else each.to(device) for each in self))
+        return Known(*(None if each is None else moved(each, device) for each in self))
 
 
 class MicroBatch(NamedTuple):
@@ -52,23 +56,50 @@ class MicroBatch(NamedTuple):
     rewards_N: Tensor
     lengths: list[int]
     """Of all tokens of each row."""
+    starts_N: Tensor
+    """Where each row begins in L, and the end of the last, in 32 bits."""
     known: Known
+
+
+def moved(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """To the device, without waiting for what it computes."""
+    if device is None or device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def micro_batches(
     rows: Sequence[Row], most_tokens: int, device: torch.device | None = None, known: Known | None = None
 ) -> Iterator[MicroBatch]:
+    """Passes of about equal sizes rather than full ones and a rest: a small pass costs a GPU as much as a large one."""
     known = known or Known()
-    begin, held, before, generated = 0, 0, 0, 0
-    for at, row in enumerate(rows):
-        size = row.prompt.size + row.tokens.size
-        if held and held + size > most_tokens:
-            yield _batch(rows[begin:at], known.at(slice(before, generated)), device)
-            begin, held, before = at, 0, generated
+    sizes = [row.prompt.size + row.tokens.size for row in rows]
+    begin, before = 0, 0
+    for end in cuts(sizes, most_tokens):
+        after = before + sum(row.tokens.size for row in rows[begin:end])
+        yield _batch(rows[begin:end], known.at(slice(before, after)), device)
+        begin, before = end, after
+
+
+def cuts(sizes: Sequence[int], most: int) -> Iterator[int]:
+    """Where to cut rows, in their order, into as few passes of at most so many tokens as there must be."""
+    passes = len([*_filled(sizes, most)])
+    low, high = 1, most
+    while low < high:  # the least that each could hold
+        middle = (low + high) // 2
+        low, high = (low, middle) if len([*_filled(sizes, middle)]) <= passes else (middle + 1, high)
+    yield from _filled(sizes, low)
+
+
+def _filled(sizes: Sequence[int], most: int) -> Iterator[int]:
+    held = 0
+    for at, size in enumerate(sizes):
+        if held and held + size > most:
+            yield at
+            held = 0
         held += size
-        generated += row.tokens.size
     if held:
-        yield _batch(rows[begin:], known.at(slice(before, generated)), device)
+        yield len(sizes)
 
 
 def _batch(rows: Sequence[Row], known: Known, device: torch.device | None) -> MicroBatch:
@@ -78,7 +109,7 @@ def _batch(rows: Sequence[Row], known: Known, device: torch.device | None) -> Mi
     generated = np.flatnonzero(positions >= np.repeat(packed.prompt_lengths, sizes))
 
     def tensor(values: Any) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+        return moved(torch.from_numpy(np.ascontiguousarray(values)), device)
 
     return MicroBatch(
         tensor(packed.tokens.astype(np.int64)),
@@ -86,9 +117,10 @@ def _batch(rows: Sequence[Row], known: Known, device: torch.device | None) -> Mi
         tensor(generated - 1),
         tensor(packed.tokens[generated].astype(np.int64)),
         tensor(packed.logprobs[generated]),
-        Segments.of((sizes - packed.prompt_lengths).tolist(), device),
+        Segments(tensor((sizes - packed.prompt_lengths).astype(np.int64)), generated.size),
         tensor(packed.rewards),
         sizes.tolist(),
+        tensor(packed.starts.astype(np.int32)),
         known.to(device),
     )
 
@@ -110,24 +142,47 @@ def forward(
     train_entropy: bool = False,
     value_head: Callable[[Tensor], Tensor] | None = None,
     half: bool = False,
+    decoder: Decoder | None = None,
 ) -> Outputs:
-    """One pass. ``half``: matrix products in bfloat16; ``train_entropy``: with a gradient of the entropy.
+    """One pass. ``half``: matrix products in bfloat16 on a GPU, by the ``decoder`` if it is given; ``train_entropy``:
+    with a gradient of the entropy.
 
     Only places that predict a generated token go through the output matrix, and probabilities are computed in float32
     at least, after the temperature that the engine drew with: otherwise ratios to its own would mean nothing.
     """
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    device = batch.tokens_L.device
-    rows = by_rows(batch.lengths, device) if model.config._attn_implementation == NAME else {}
+    entropic = train_entropy and torch.is_grad_enabled()
+    if decoder is not None:
+        hidden_TH = decoder(batch)
+        head = (decoder.head.value, decoder.head.trained_gradient)
+        found = log_probs(hidden_TH, *head, batch.targets_T, temperature, entropic, decoder.kernels)
+        return Outputs(*found, None if value_head is None else value_head(hidden_TH))
+    device, output = batch.tokens_L.device, model.get_output_embeddings()
+    rows = by_rows(batch.lengths, batch.starts_N) if attends_by_rows(model) else {}
     with torch.autocast(device.type, torch.bfloat16, enabled=half):
-        hidden_LH = decoder(
+        hidden_LH = model.get_decoder()(
             input_ids=batch.tokens_L[None], position_ids=batch.positions_L[None], use_cache=False, **rows
         ).last_hidden_state[0]
         hidden_TH = hidden_LH[batch.predicting_T]
-        logits_TV = head(hidden_TH)
+        values_T = None if value_head is None else value_head(hidden_TH)
+        if half and device.type == "cuda":
+            from staleflow.training import kernels
+
+            head = (output.weight.detach().to(torch.bfloat16), _gradient(output.weight))
+            found = log_probs(hidden_TH.to(torch.bfloat16), *head, batch.targets_T, temperature, entropic, kernels)
+            return Outputs(*found, values_T)
+        logits_TV = output(hidden_TH)
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     every_TV = torch.log_softmax(logits_TV if temperature == 1 else logits_TV / temperature, -1)
-    with torch.set_grad_enabled(train_entropy and torch.is_grad_enabled()):
+    with torch.set_grad_enabled(entropic):
         entropy_T = -(every_TV.exp() * every_TV).sum(-1)
     logprobs_T = every_TV.gather(1, batch.targets_T[:, None])[:, 0]
-    return Outputs(logprobs_T, entropy_T, None if value_head is None else value_head(hidden_TH))
+    return Outputs(logprobs_T, entropy_T, values_T)
+
+
+def _gradient(weight: Any) -> Tensor | None:
+    """What the gradient of this parameter is added to, if it is trained."""
+    if not weight.requires_grad or not torch.is_grad_enabled():
+        return None
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -144,8 +144,18 @@ class Metrics:
 
     def values(self) -> dict[str, float]:
         """The means and peaks; 0 where nothing was counted."""
-        means = {name: float(total) / float(weight) if weight else 0.0 for name, (total, weight) in self.sums.items()}
-        return means | {name: float(peak) for name, peak in self.peaks.items()}
+        numbers = [number for pair in self.sums.values() for number in pair] + list(self.peaks.values())
+        found = iter(_together(numbers))
+        pairs = [(name, next(found), next(found)) for name in self.sums]
+        means = {name: total / weight if weight else 0.0 for name, total, weight in pairs}
+        return means | dict(zip(self.peaks, found, strict=True))
+
+
+def _together(numbers: Sequence[Tensor | int]) -> list[float]:
+    """Numbers, asked of the device once for all."""
+    tensors = [each.double() for each in numbers if isinstance(each, Tensor)]
+    asked = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(asked) if isinstance(each, Tensor) else float(each) for each in numbers]
 
 
 @dataclass(frozen=True)
@@ -160,8 +170,8 @@ class LossSum:
     metrics: Metrics = field(default_factory=Metrics)
 
     @classmethod
-    def zero(cls, aggregation: Aggregation) -> LossSum:
-        return cls(torch.zeros(()), 0, 0, aggregation)
+    def zero(cls, aggregation: Aggregation, device: torch.device | None = None) -> LossSum:
+        return cls(torch.zeros((), device=device), 0, 0, aggregation)
 
     def __add__(self, other: LossSum) -> LossSum:
         """The loss of two disjoint chunks."""
@@ -171,8 +181,7 @@ class LossSum:
                 "normaliser: use one aggregation in a step"
             )
         tokens, sequences = self.tokens + other.tokens, self.sequences + other.sequences
-        total = self.total.to(other.total.device) + other.total
-        return LossSum(total, tokens, sequences, self.aggregation, self.metrics + other.metrics)
+        return LossSum(self.total + other.total, tokens, sequences, self.aggregation, self.metrics + other.metrics)
 
     def plus(self, term: LossSum, coefficient: float) -> LossSum:
         """With another loss of the same tokens: ``total + coefficient * term``. One normaliser serves both."""
@@ -205,9 +214,9 @@ class LossSum:
 
 def scale_gradients(parameters: Iterable[Tensor], scale: float) -> None:
     """Multiply what backward has accumulated, in place."""
-    for each in parameters:
-        if each.grad is not None:
-            each.grad.mul_(scale)
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    if gradients:
+        cast(Any, torch)._foreach_mul_(gradients, scale)
 
 
 def aggregate(

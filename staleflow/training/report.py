@@ -31,6 +31,8 @@ class StepReport:
     trajectory_staleness: Counter[int]
     """By the oldest version in each."""
     metrics: dict[str, float]
+    early_s: float
+    """That the device worked on gradients before the step was complete."""
 
 
 def metric_values(metrics: Metrics) -> dict[str, float]:

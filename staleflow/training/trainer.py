@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,9 @@ from torch import Tensor
 from staleflow.errors import RunError
 from staleflow.training.adapters import adapters_off, merged, prepare
 from staleflow.training.attention import attend_by_rows
+from staleflow.training.clock import clock_of
 from staleflow.training.correction import Correction, difference
+from staleflow.training.decoder import by_hand
 from staleflow.training.losses import entropy_bonus, kl_loss, policy_loss, value_loss
 from staleflow.training.micro_batches import Known, MicroBatch, Outputs, forward, micro_batches
 from staleflow.training.options import CORRECTIONS, TrainerOptions
@@ -56,6 +59,8 @@ class _Open:
     groups: list[Group] = field(default_factory=list[Group])
     token_staleness: Counter[int] = field(default_factory=Counter[int])
     trajectory_staleness: Counter[int] = field(default_factory=Counter[int])
+    waiting: list[Group] = field(default_factory=list[Group])
+    """Those whose gradients are not computed yet."""
     without_signal: list[int] = field(default_factory=list[int])
     """Tokens of each group that teaches nothing."""
     norms: list[float] = field(default_factory=list[float])
@@ -92,10 +97,13 @@ class Trainer:
         knobs = {"importance_cap": options.importance_cap, "sequence_band": options.sequence_band}
         self._correct = CORRECTIONS.bound(options.correction, knobs, options.correction_arguments)
         self._half = options.autocast == "auto" and self.device.type == "cuda"
+        self._decoder = by_hand(model, options.activation_checkpointing) if self._half else None
+        self._reference_decoder = by_hand(self.reference) if self._half and apart else None
+        self._clock = clock_of(self.device)
         self._open = self._nothing()
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:
-        """Accumulate these groups, all of whose members are there."""
+        """Accumulate these groups, all of whose members are there; ``advance`` says when."""
         if step != self.version:
             raise ValueError(
                 f"groups of step {step} were fed while step {self.version} is trained: reset, then feed it"
@@ -109,6 +117,27 @@ class Trainer:
             self._open.trajectory_staleness[step - min((version for version, _ in row.spans), default=step)] += 1
         self._open.groups += groups
         if self.options.whole_batch is None:
+            self._open.waiting += groups
+            self.advance()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether groups wait for a device that is busy: call ``advance`` soon."""
+        return bool(self._open.waiting)
+
+    def advance(self) -> None:
+        """Begin with the groups that wait, if the device has nothing to do or they fill a pass.
+
+        A GPU computes beside this process, so groups that come one by one gather meanwhile: a pass of few tokens would
+        take as long as one of many.
+        """
+        tokens = sum(row.prompt.size + row.tokens.size for group in self._open.waiting for row in group)
+        if tokens and (tokens >= self.options.micro_tokens or not self._clock.busy):
+            self._flush()
+
+    def _flush(self) -> None:
+        groups, self._open.waiting = self._open.waiting, []
+        if groups:
             self._open.loss += self._accumulate(self._work(groups))
 
     def finish(self, step: int) -> StepReport:
@@ -116,6 +145,9 @@ class Trainer:
         done = self._open
         if step != self.version or not done.groups:
             raise ValueError(f"step {step} cannot be finished: step {self.version} has {len(done.groups)} groups")
+        asked = time.perf_counter()
+        self._flush()
+        early_s = max(0.0, self._clock.seconds() - (time.perf_counter() - asked))
         if self.options.whole_batch is None:
             self._update(step, done.loss)
         else:
@@ -124,14 +156,20 @@ class Trainer:
                 self._update(step, loss)
                 done.loss += loss
         self.version += 1
-        report = self._report(step, done)
+        report = self._report(step, done, early_s)
         self.reset()
         return report
 
     def reset(self) -> None:
-        """Forget what was fed since the last update."""
+        """Forget what was fed since the last update, and what was made of the parameters for it."""
         self.optimiser.zero_grad(set_to_none=True)
         self._open = self._nothing()
+        self._clock = clock_of(self.device)
+        self._changed()
+
+    def _changed(self) -> None:
+        if self._decoder is not None:
+            self._decoder.forget()
 
     def forget_moments(self) -> None:
         """The optimiser before its first update, with the zeros that AdamW would make then.
@@ -153,7 +191,7 @@ class Trainer:
         return merged(self.model)
 
     def _nothing(self) -> _Open:
-        return _Open(LossSum.zero(self._aggregation))
+        return _Open(LossSum.zero(self._aggregation, self.device))
 
     def _check_age(self, step: int, row: Row) -> None:
         for version, count in row.spans:
@@ -181,21 +219,22 @@ class Trainer:
     def _measured(self, rows: list[Row]) -> Known:
         """The policy and the values that the step begins with."""
         found = [self._forward(batch) for batch in micro_batches(rows, self.options.micro_tokens, self.device)]
-        values = [each.values_T.cpu() for each in found if each.values_T is not None]
+        values = [each.values_T for each in found if each.values_T is not None]
         return Known(
-            proximal_T=torch.cat([each.logprobs_T.cpu() for each in found]),
-            values_T=torch.cat(values) if values else None,
+            proximal_T=torch.cat([each.logprobs_T for each in found]).cpu(),
+            values_T=torch.cat(values).cpu() if values else None,
         )
 
     # Gradients
 
     def _accumulate(self, work: Work) -> LossSum:
         """Add to the gradients those of the sum of this work's losses."""
-        total = LossSum.zero(self._aggregation)
-        for batch in micro_batches(work.rows, self.options.micro_tokens, self.device, work.known):
-            loss = self._loss(batch)
-            loss.total.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        total = LossSum.zero(self._aggregation, self.device)
+        with self._clock:
+            for batch in micro_batches(work.rows, self.options.micro_tokens, self.device, work.known):
+                loss = self._loss(batch)
+                loss.total.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
         return total
 
     def _loss(self, batch: MicroBatch) -> LossSum:
@@ -239,15 +278,17 @@ class Trainer:
             train_entropy=self.options.entropy_coefficient > 0,
             value_head=self.value_head,
             half=self._half,
+            decoder=self._decoder,
         )
 
     @torch.no_grad()
     def _reference(self, batch: MicroBatch) -> Tensor:
         """Log-probabilities of the model before training."""
+        how: dict[str, Any] = {"half": self._half, "decoder": self._reference_decoder}
         if self.reference is not None:
-            return forward(self.reference, batch, self.options.temperature, half=self._half).logprobs_T
+            return forward(self.reference, batch, self.options.temperature, **how).logprobs_T
         with adapters_off(self.model):
-            return forward(self.model, batch, self.options.temperature, half=self._half).logprobs_T
+            return forward(self.model, batch, self.options.temperature, **how).logprobs_T
 
     # The update
 
@@ -269,9 +310,10 @@ class Trainer:
             part["lr"] = part["peak"] * self.options.share(step)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
+        self._changed()
         self._open.norms.append(norm)
 
-    def _report(self, step: int, done: _Open) -> StepReport:
+    def _report(self, step: int, done: _Open, early_s: float) -> StepReport:
         rows = [row for group in done.groups for row in group]
         rewards_N = torch.tensor([row.reward for row in rows], dtype=torch.float64)
         lengths_N = torch.tensor([row.tokens.size for row in rows])
@@ -291,4 +333,5 @@ class Trainer:
             token_staleness=done.token_staleness,
             trajectory_staleness=done.trajectory_staleness,
             metrics=metric_values(done.loss.metrics + done.metrics),
+            early_s=early_s,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,46 +62,52 @@ def _engine(setup: Setup, config: Config) -> Engine:
 
 def _trainer(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
+    from staleflow.servers.weights import standby_of
     from staleflow.training.build import build
     from staleflow.training.checkpoints import load as load_checkpoint
-    from staleflow.training.standby import revive
+    from staleflow.training.standby import Standby
     from staleflow.training.trainer import StalenessError
     from staleflow.workers.trainer import TrainerWorker, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
     trainer = build(setup.model, config.trainer_options())
-    weights = _store(setup)
-    if weights.newest() >= 0:
-        revive(trainer, weights)
-    elif setup.checkpoint:
+    weights = _store(setup, setup.store, config.rollout.dtype)
+    kept = Standby(_store(setup, standby_of(setup.store)), Path(setup.run)) if config.processes.standby else None
+    stores = [weights] if kept is None else [weights, kept]
+    worker = TrainerWorker(trainer, weights, link.send, Path(setup.model), kept)
+    if not worker.revive() and setup.checkpoint:
         load_checkpoint(trainer, setup.checkpoint)
-    worker = TrainerWorker(trainer, weights, link.send, Path(setup.model), standby=config.processes.standby)
     worker.publish()
     link.send(Ready(trainer.version))
 
     def run() -> None:
+        leave = methodcaller("close")
         try:
             serve(worker, link)
         except (ValueError, StalenessError, FloatingPointError):  # another trainer would come to the same
-            weights.close()
             raise
         except BaseException:
-            weights.detach()
+            leave = methodcaller("detach")
             raise
-        weights.close()
+        finally:
+            for store in stores:
+                leave(store)
 
     return run
 
 
-def _store(setup: Setup) -> LocalParameterServer:
+def _store(setup: Setup, name: str, dtype: str = "float32") -> LocalParameterServer:
     """That of the trainer before this one, or a new one. One left by an earlier attempt of the run is not resumed
     from: it may be ahead of the checkpoint that this attempt began with."""
+    import torch
+
     from staleflow.servers.weights import LocalParameterServer, NoStoreError
 
     if setup.standby:
         with contextlib.suppress(NoStoreError):  # it died before it made one
-            return LocalParameterServer.take_over(setup.store)
-    return LocalParameterServer.create(setup.store)
+            return LocalParameterServer.take_over(name)
+    cast = torch.bfloat16 if dtype == "bfloat16" else None  # in full precision an engine reads what is trained
+    return LocalParameterServer.create(name, dtype=cast)
 
 
 def _evaluator(setup: Setup, link: Link) -> Any:

@@ -1,11 +1,12 @@
 """The trainer as a process: groups come in, versions go out to the parameter server.
 
     worker = TrainerWorker(trainer, weights, send, tokenizer=folder)
-    worker.publish()                     # the version to begin with, and what another trainer would go on from
+    worker.publish()                     # the version to begin with, and what another trainer would continue from
     worker.handle([Feed(0, groups), Finish(0)])
 
 A new version is pushed before anything else is done with the step: instances wait for weights, and nobody waits for
-a checkpoint. Groups that gathered while the trainer was busy are packed into the same forward passes.
+a checkpoint, or for what would bring another trainer to this version. Groups that gathered while the trainer was busy
+are packed into the same forward passes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 
 from staleflow.servers.weights import ParameterServer
 from staleflow.training.checkpoints import save
-from staleflow.training.standby import standby as what_is_left
+from staleflow.training.standby import Standby
 from staleflow.training.trainer import StalenessError, StepReport, Trainer
 from staleflow.types import (
     Broken,
@@ -35,6 +36,9 @@ from staleflow.types import (
 )
 from staleflow.workers.link import Gone, Link
 
+LOOK_S = 0.001
+"""How often to look whether the device is done, while groups wait for it."""
+
 
 class TrainerWorker:
     def __init__(
@@ -43,13 +47,14 @@ class TrainerWorker:
         weights: ParameterServer,
         send: Callable[[msgspec.Struct], None],
         tokenizer: Path | None = None,
-        standby: bool = True,
+        standby: Standby | None = None,
     ) -> None:
-        """``standby``: with each version goes what a trainer needs to take this one's place."""
+        """``standby``: where each version leaves what a trainer needs to take this one's place."""
         self.trainer = trainer
-        self.idle_s = 0.0
-        """Waiting for the groups of the present step."""
-        self._busy_s = 0.0
+        self._began = time.perf_counter()
+        """When the present step did."""
+        self._fed: list[list[list[Row]]] = []
+        """What the present step was fed, in the pieces that it was computed in."""
         self._weights = weights
         self._send = send
         self._tokenizer = tokenizer
@@ -57,8 +62,23 @@ class TrainerWorker:
 
     def publish(self) -> None:
         """Make the present version available, if it is not yet: a trainer before this one may have done so."""
+        if self._standby is not None and self._standby.newest() < self.trainer.version:
+            self._standby.keep(self.trainer)
+            self._standby.wait()
         if self._weights.newest() < self.trainer.version:
             self._push()
+        self._began = time.perf_counter()
+
+    def revive(self) -> bool:
+        """Become the trainer that died, at the newest version that it has published; False if it left nothing."""
+        if self._standby is None or self._standby.newest() < 0:
+            return False
+        version = self._standby.revive(self.trainer)
+        if self._weights.newest() > version:
+            for groups in self._standby.noted(version, list[list[list[Row]]]):
+                self.trainer.feed(version, groups)
+            self.trainer.finish(version)
+        return True
 
     def handle(self, messages: Iterable[Any]) -> bool:
         """Do what they say, in order. False once one of them says to stop."""
@@ -76,7 +96,7 @@ class TrainerWorker:
                     self._finish(finished)
                 case Reset():
                     self.trainer.reset()
-                    self._busy_s = self.idle_s = 0.0
+                    self._fed, self._began = [], time.perf_counter()
                 case Save(folder=folder, also=also):
                     self._save(Path(folder), also)
                 case Stop():
@@ -86,31 +106,34 @@ class TrainerWorker:
 
     def _feed(self, step: int, groups: list[list[Row]]) -> None:
         if groups:
-            began = time.perf_counter()
+            self._fed.append(groups)
             self.trainer.feed(step, groups)
-            self._busy_s += time.perf_counter() - began
 
     def _finish(self, step: int) -> None:
-        began = time.perf_counter()
+        asked = time.perf_counter()
+        if self._standby is not None:
+            self._standby.note(step, self._fed)
         report = self.trainer.finish(step)
         self._push()
-        self._busy_s += time.perf_counter() - began
+        ended = time.perf_counter()
+        busy_s = min(report.early_s + ended - asked, ended - self._began)
         self._send(
             Trained(
                 step,
                 facts(report),
                 dict(report.token_staleness),
                 dict(report.trajectory_staleness),
-                self._busy_s,
-                self.idle_s,
+                busy_s,
+                ended - self._began - busy_s,
             )
         )
         self._send(Pushed(self.trainer.version))
-        self._busy_s = self.idle_s = 0.0
+        if self._standby is not None:
+            self._standby.keep(self.trainer)
+        self._fed, self._began = [], ended
 
     def _push(self) -> None:
-        left = what_is_left(self.trainer) if self._standby else {}
-        self._weights.push(self.trainer.version, self.trainer.weights() | left)
+        self._weights.push(self.trainer.version, self.trainer.weights())
 
     def _save(self, folder: Path, also: Mapping[str, bytes]) -> None:
         """Asked again, by a control plane that did not hear the answer, there is nothing to do. What another attempt at
@@ -127,12 +150,8 @@ def _content(path: Path) -> bytes | None:
 def serve(worker: TrainerWorker, link: Link) -> None:
     """Work until told to stop, or until the control plane is gone. What cannot be gone on from is said, then raised."""
     try:
-        while True:
-            began = time.perf_counter()
-            messages = list(link.receive(None))
-            worker.idle_s += time.perf_counter() - began
-            if not worker.handle(messages):
-                return
+        while worker.handle(list(link.receive(LOOK_S if worker.trainer.waiting else None))):
+            worker.trainer.advance()
     except Gone:
         return
     except (StalenessError, FloatingPointError) as error:

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from staleflow.servers.weights.segments import WeightsError, attach_segment
-from staleflow.servers.weights.tensors import CHUNK, DTYPES, PRIVATE, same
+from staleflow.servers.weights.tensors import CHUNK, DTYPES, same
 from tests.servers import weights_store
 from tests.servers.weights_store import Server, equal, filled, pulled, random_tensor, zeros
 
@@ -62,32 +62,13 @@ def test_tied_tensors_are_stored_once_and_arrive_under_each_name(registry: Path)
         assert version == 0
 
 
-@pytest.mark.parametrize("cast", [None, torch.bfloat16, {"up": torch.bfloat16, f"{PRIVATE}up": torch.bfloat16}])
-def test_what_is_private_is_stored_exactly_and_no_engine_needs_it(registry: Path, cast: Any) -> None:
-    model = {"up": torch.randn(50), "norm": torch.randn(3)}
-    private = {f"{PRIVATE}up": model["up"], f"{PRIVATE}moment": torch.randn(50), f"{PRIVATE}step": torch.ones(())}
-    with Server.create("w", registry=registry, dtype=cast) as writer, Server.attach("w", registry=registry) as reader:
-        stats = writer.push(0, model | private)
-        once = (50 + 3 + 50 + 1) * 4
-        assert stats.copied + stats.skipped == once if cast is None else stats.copied > once
-        _, engine = pulled(reader, model, verify=True)
-        wanted = {name: tensor.to(torch.bfloat16).float() for name, tensor in model.items()}
-        wanted = model if cast is None else wanted if cast is torch.bfloat16 else {**model, "up": wanted["up"]}
-        assert equal(engine, wanted)
-        _, trainer = pulled(reader, private, verify=True)
-        assert equal(trainer, private)
-
-
-def test_half_of_the_weights_or_half_of_what_is_private_is_refused(registry: Path) -> None:
+def test_half_of_the_weights_is_refused(registry: Path) -> None:
     model = {"up": torch.randn(5), "norm": torch.randn(3)}
-    private = {f"{PRIVATE}up": model["up"], f"{PRIVATE}step": torch.ones(())}
-    for order in (model | private, private | model):  # whichever of two tied names is the stored one
-        with Server.create("w", registry=registry) as writer:
-            writer.push(0, order)
-            for into in ({"norm": model["norm"]}, {"up": model["up"]}, {f"{PRIVATE}step": torch.ones(())}, {}):
-                with pytest.raises(WeightsError, match="of the weights is missing among the engine's: add it"):
-                    pulled(writer, into)
-            assert pulled(writer, model)[0] == pulled(writer, private)[0] == 0
+    with Server.create("w", registry=registry) as writer:
+        writer.push(0, model)
+        for into in ({"norm": model["norm"]}, {"up": model["up"]}, {}):
+            with pytest.raises(WeightsError, match="of the weights is missing among the engine's: add it"):
+                pulled(writer, into)
 
 
 def test_tensors_that_the_engine_ties_and_the_trainer_does_not_are_refused(registry: Path) -> None:

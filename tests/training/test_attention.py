@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from staleflow.training.attention import NAME, Rows, attend_by_rows, by_rows, padding, worth_padding
+from staleflow.training.attention import attend_by_rows, attends_by_rows, by_rows
 
 LENGTHS = [3, 1, 6, 2]
 SHAPE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 12}
@@ -22,15 +22,14 @@ def models() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("way", ["alone", "padded"])
 @pytest.mark.parametrize("family", [0, 1], ids=["llama", "qwen3"])
-def test_packed_rows_have_the_outputs_and_gradients_of_masked_ones(family: int, way: str) -> None:
+def test_packed_rows_have_the_outputs_and_gradients_of_masked_ones(family: int) -> None:
     model = models()[family]
-    by_mask, cpu = copy.deepcopy(model), torch.device("cpu")
-    assert attend_by_rows(model)
+    by_mask = copy.deepcopy(model)
+    attend_by_rows(model)
     tokens = torch.randint(12, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(each) for each in LENGTHS])[None]
-    told = by_rows(LENGTHS, cpu) | {"rows": Rows(LENGTHS, padding(LENGTHS, cpu) if way == "padded" else None)}
+    told = by_rows(LENGTHS, torch.tensor([0, *LENGTHS]).cumsum(0).int())
     found = model(input_ids=tokens, position_ids=positions, use_cache=False, **told).logits
     expected = by_mask(input_ids=tokens, position_ids=positions, use_cache=False).logits
     assert torch.allclose(found, expected, atol=1e-10)
@@ -54,17 +53,5 @@ def test_a_model_that_is_told_of_no_rows_works_as_before() -> None:
 def test_attention_in_windows_is_left_to_transformers() -> None:
     sliding = Qwen3Config(**SHAPE, **HEADS, head_dim=4, use_sliding_window=True, sliding_window=2, max_window_layers=0)
     model = Qwen3ForCausalLM(sliding)
-    assert not attend_by_rows(model)
-    assert model.config._attn_implementation != NAME
-
-
-def test_rows_of_very_different_lengths_are_not_padded() -> None:
-    assert worth_padding([5, 4, 6, 5])
-    assert not worth_padding([1000] + [10] * 100)
-
-
-def test_padding_goes_there_and_back() -> None:
-    there_NM, back_L = padding([2, 1], torch.device("cpu"))
-    assert there_NM.tolist() == [[0, 1], [2, 2]]
-    assert back_L.tolist() == [0, 1, 2]
-    assert there_NM.flatten()[back_L].tolist() == [0, 1, 2]
+    attend_by_rows(model)
+    assert not attends_by_rows(model)

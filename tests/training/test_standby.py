@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from staleflow.servers.weights import LocalParameterServer, WeightsError, segments, slots
-from staleflow.training.standby import revive, standby
+from staleflow.training.standby import Standby, state
 from staleflow.training.trainer import Trainer, TrainerOptions
 from tests.training.test_checkpoints import OPTIONS, WAYS, train
 from tests.training.test_trainer import base, groups_of
@@ -26,37 +26,63 @@ def registry(tmp_path: Path) -> Iterator[Path]:
             segments.unlink_segment(name)
 
 
-def push(server: LocalParameterServer, trainer: Trainer) -> None:
-    server.push(trainer.version, trainer.weights() | standby(trainer))
+def kept(registry: Path, again: bool = False) -> Standby:
+    server = LocalParameterServer.take_over if again else LocalParameterServer.create
+    return Standby(server("run", registry=registry), registry)
 
 
-@pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=["exact", "bfloat16"])
+def keep(standby: Standby, trainer: Trainer) -> None:
+    standby.keep(trainer)
+    standby.wait()
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_a_revived_trainer_makes_the_same_updates(base: Any, registry: Path, way: str, cast: Any) -> None:
+def test_a_revived_trainer_makes_the_same_updates(base: Any, registry: Path, way: str) -> None:
     options = TrainerOptions(0, learning_rate=1e-2, warmup_steps=3, **WAYS[way])
     straight = Trainer(copy.deepcopy(base), options)
-    server = LocalParameterServer.create("run", registry=registry, dtype=cast)
-    push(server, straight)
+    standby = kept(registry)
+    keep(standby, straight)
     for _ in range(2):
         train(straight, 1)
-        push(server, straight)
+        keep(standby, straight)
     drawn = torch.rand(3)
     train(straight, 2)
-    server.detach()
+    standby.detach()
 
     revived = Trainer(copy.deepcopy(base), options)
     train(revived, 1)
     revived.feed(1, groups_of(1, 2, seed=9, version=1))
-    with LocalParameterServer.take_over("run", registry=registry) as server:
-        assert revive(revived, server) == revived.version == 2
-        assert torch.equal(torch.rand(3), drawn), "the same random numbers follow"
-        train(revived, 1)
-        push(server, revived)
+    standby = kept(registry, again=True)
+    assert standby.revive(revived) == revived.version == 2
+    assert torch.equal(torch.rand(3), drawn), "the same random numbers follow"
+    train(revived, 1)
+    keep(standby, revived)
     train(revived, 1)
     assert all(map(torch.equal, straight.parameters, revived.parameters))
     assert all(map(torch.equal, straight.weights().values(), revived.weights().values()))
-    left, found = standby(straight), standby(revived)
+    left, found = state(straight), state(revived)
     assert [name for name in left if not torch.equal(left[name], found[name])] == []
+    standby.close()
+
+
+def test_an_error_of_the_copy_beside_the_next_step_is_not_lost(base: Any, registry: Path) -> None:
+    standby, trainer = kept(registry), Trainer(copy.deepcopy(base), OPTIONS)
+    keep(standby, trainer)
+    standby.keep(trainer)  # the same version again
+    with pytest.raises(WeightsError, match="versions only grow"):
+        standby.note(0, [])
+    assert not list(registry.glob("*.msgpack")), "what was fed is not noted before the version it is fed to is kept"
+    standby.close()
+
+
+def test_what_was_fed_is_found_again_and_only_for_its_step(registry: Path) -> None:
+    standby = kept(registry)
+    standby.note(3, [[1, 2], [3]])
+    assert standby.noted(3, list[list[int]]) == [[1, 2], [3]]
+    with pytest.raises(WeightsError, match="is of step 3 and not of 4: resume from a checkpoint"):
+        standby.noted(4, list[list[int]])
+    standby.close()
+    assert not list(registry.glob("*.msgpack"))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -86,57 +112,59 @@ def test_parameters_without_a_gradient_keep_their_zeros(base: Any) -> None:
     assert not any(each.any() for each in state.values())
 
 
-def test_weights_that_engines_get_as_they_are_take_no_further_room(base: Any, registry: Path) -> None:
-    trainer = Trainer(copy.deepcopy(base), OPTIONS)
-    size = sum(each.nbytes for each in trainer.parameters)
-    rest = 4 * len(trainer.parameters) + torch.get_rng_state().nbytes
-    for cast, times in ((None, 3), (torch.bfloat16, 3.25)):  # the model is in float64
-        with LocalParameterServer.create("run", registry=registry, dtype=cast) as server:
-            pushed = server.push(0, trainer.weights() | standby(trainer))
-            assert pushed.copied + pushed.skipped == times * size + rest
-
-
-def test_engines_pull_beside_it_and_tied_embeddings_stay_tied(base: Any, registry: Path) -> None:
+def test_tied_embeddings_stay_tied(base: Any, registry: Path) -> None:
     config = copy.deepcopy(base.config)
     config.tie_word_embeddings = True
-    first, second, engine = (AutoModelForCausalLM.from_config(config).double() for _ in range(3))
-    straight, revived = Trainer(first, OPTIONS), Trainer(second, OPTIONS)
-    with LocalParameterServer.create("run", registry=registry) as server:
-        train(straight, 2)
-        push(server, straight)
-        assert server.pull(dict(engine.named_parameters())) == 2
-        assert all(map(torch.equal, engine.parameters(), straight.parameters))
-        revive(revived, server)
+    straight, revived = (Trainer(AutoModelForCausalLM.from_config(config).double(), OPTIONS) for _ in range(2))
+    standby = kept(registry)
+    train(straight, 2)
+    keep(standby, straight)
+    standby.revive(revived)
     assert revived.model.lm_head.weight is revived.model.model.embed_tokens.weight
     assert all(map(torch.equal, revived.parameters, straight.parameters))
+    standby.close()
 
 
 def test_another_trainer_is_not_revived(base: Any, registry: Path) -> None:
-    with LocalParameterServer.create("run", registry=registry) as server:
-        trainer = Trainer(copy.deepcopy(base), OPTIONS)
-        with pytest.raises(WeightsError, match="the newest is -1"):
-            revive(trainer, server)
-        push(server, trainer)
-        for more in (WAYS["lora"], WAYS["gae"], WAYS["frozen"]):
-            with pytest.raises(WeightsError, match="build it from the folder and with the options of the one before"):
-                revive(Trainer(copy.deepcopy(base), TrainerOptions(0, **more)), server)
-    with LocalParameterServer.create("run", registry=registry) as server:
-        server.push(0, trainer.weights())
-        with pytest.raises(WeightsError, match="the trainer cannot be revived"):
-            revive(trainer, server)
+    standby, trainer = kept(registry), Trainer(copy.deepcopy(base), OPTIONS)
+    with pytest.raises(WeightsError, match="the newest is -1"):
+        standby.revive(trainer)
+    keep(standby, trainer)
+    for more in (WAYS["lora"], WAYS["gae"], WAYS["frozen"]):
+        with pytest.raises(WeightsError, match="build it from the folder and with the options of the one before"):
+            standby.revive(Trainer(copy.deepcopy(base), TrainerOptions(0, **more)))
+    standby.close()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_trainer_on_a_gpu_is_revived(base: Any, registry: Path) -> None:
-    straight, revived = (Trainer(copy.deepcopy(base).float().cuda(), OPTIONS) for _ in range(2))
-    with LocalParameterServer.create("run", registry=registry, dtype=torch.bfloat16) as server:
-        push(server, straight)
-        train(straight, 2)
-        push(server, straight)
-        left = {name: tensor.clone() for name, tensor in standby(straight).items()}
-        drawn = torch.rand(3, device="cuda")
-        train(revived, 1)
-        assert revive(revived, server) == 2
-        found = standby(revived)
-        assert [name for name in left if not torch.equal(left[name], found[name])] == []
-        assert torch.equal(torch.rand(3, device="cuda"), drawn), "the same random numbers follow"
+    config = copy.deepcopy(base.config)
+    config.num_attention_heads, config.head_dim = 2, 8
+    model = AutoModelForCausalLM.from_config(config).float().cuda()
+    straight, revived = (Trainer(copy.deepcopy(model), OPTIONS) for _ in range(2))
+    standby = kept(registry)
+    keep(standby, straight)
+    train(straight, 2)
+    left = {name: tensor.clone() for name, tensor in state(straight).items()}
+    standby.keep(straight)
+    straight.feed(2, groups_of(2, 3, version=2))  # beside the copy
+    standby.wait()
+    train(revived, 1)
+    assert standby.revive(revived) == 2
+    found = state(revived)
+    assert [name for name in left if not torch.equal(left[name], found[name])] == []
+    standby.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_what_is_pushed_from_a_gpu_is_what_is_pushed_from_a_cpu(registry: Path, dtype: Any) -> None:
+    tensors = {f"w{at}": torch.randn(at + 1, 700) for at in range(40)} | {"steps": torch.arange(5)}
+    there = {name: tensor.cuda() for name, tensor in tensors.items()} | {"steps": tensors["steps"]}
+    with LocalParameterServer.create("w", registry=registry, dtype=dtype) as server:
+        given = (tensors, there, tensors, there)
+        assert len({server.push(version, each).checksum for version, each in enumerate(given)}) == 1
+        into = {name: torch.empty_like(tensor) for name, tensor in there.items()}
+        assert server.pull(into, verify=True) == 3
+        wanted = {name: each.to(dtype or each.dtype).to(each.dtype) for name, each in there.items() if name != "steps"}
+        assert all(torch.equal(into[name], each) for name, each in wanted.items())

@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from staleflow.config import load, to_yaml
 from staleflow.servers.weights import LocalParameterServer, reclaim, segments, slots
+from staleflow.training.standby import NOTE
 from staleflow.types import Broken, Feed, Finish, Pushed, Ready, Row, Save, Saved, Stop
 from tests.training.test_trainer import VOCABULARY, groups_of
 from tests.training.trainer_process import STORE, TrainerProcess
@@ -52,7 +55,7 @@ def new_run(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 
 class Watcher:
-    """An instance that pulls every version, and knows by the checksum all that was published with it."""
+    """An instance that pulls every version, and knows it by its checksum."""
 
     def __init__(self, run: Path, model: Path) -> None:
         self.engine = LlamaForCausalLM.from_pretrained(model)
@@ -74,8 +77,19 @@ def step(number: int) -> list[list[Row]]:
     return [[replace(row, reward=float(at == 0)) for at, row in enumerate(group)] for group in groups]
 
 
-def undisturbed(run: Path, model: Path, steps: int) -> tuple[dict[int, str], float]:
-    """The checksums of all versions, and the seconds of a step."""
+def end(run: Path, trainer: TrainerProcess) -> dict[str, bytes]:
+    """Stop it, and see that nothing is left behind. Returns all that made the trainer what it was."""
+    folder = run / "last"
+    trainer.send([Save(str(folder), {}), Stop()])
+    trainer.hear_kind(Saved)
+    trainer.end()
+    assert not list((run / "weights").glob("*.weights"))
+    assert not list((run / "weights").glob("*.msgpack"))
+    return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+
+
+def undisturbed(run: Path, model: Path, steps: int) -> tuple[dict[int, str], dict[str, bytes], float]:
+    """The checksums of all versions, all that the trainer is in the end, and the seconds of a step."""
     watcher, trainer = Watcher(run, model), TrainerProcess(run, model, standby=False)
     watcher.look(trainer.hear_kind(Ready).version)
     began = time.perf_counter()
@@ -83,13 +97,12 @@ def undisturbed(run: Path, model: Path, steps: int) -> tuple[dict[int, str], flo
         trainer.send([Feed(number, step(number)), Finish(number)])
         watcher.look(trainer.hear_kind(Pushed).version)
     took = (time.perf_counter() - began) / steps
-    trainer.send([Stop()])
-    trainer.end()
-    assert not list((run / "weights").glob("*.weights"))
-    return watcher.checksums, took
+    return watcher.checksums, end(run, trainer), took
 
 
-def kill_trainers(run: Path, model: Path, expected: dict[int, str], step_s: float, chance: random.Random) -> int:
+def kill_trainers(
+    run: Path, model: Path, expected: dict[int, str], last: dict[str, bytes], step_s: float, chance: random.Random
+) -> int:
     """About one death for each step, somewhere between before the step and after it. Returns how many were in the
     middle of a step."""
     watcher, trainer = Watcher(run, model), TrainerProcess(run, model, standby=False)
@@ -113,26 +126,44 @@ def kill_trainers(run: Path, model: Path, expected: dict[int, str], step_s: floa
     for number in range(version, steps):
         trainer.send([Feed(number, step(number)), Finish(number)])
         watcher.look(trainer.hear_kind(Pushed).version)
-    trainer.send([Stop()])
-    trainer.end()
+    assert end(run, trainer) == last
     assert watcher.checksums == {version: expected[version] for version in watcher.checksums}
     assert max(watcher.checksums) == steps
-    assert not list((run / "weights").glob("*.weights")), "nothing is left behind"
     return interrupted
 
 
 @pytest.mark.parametrize("options", [PLAIN, ADAPTERS_AND_VALUES], ids=["plain", "adapters-and-values"])
 def test_killed_trainers_lose_nothing(new_run: Callable[..., Path], model: Path, options: tuple[str, ...]) -> None:
-    expected, step_s = undisturbed(new_run("a", *options), model, 6)
+    expected, last, step_s = undisturbed(new_run("a", *options), model, 6)
     assert len(set(expected.values())) == len(expected)
-    assert kill_trainers(new_run("b", *options), model, expected, step_s, random.Random(1)) > 0
+    assert kill_trainers(new_run("b", *options), model, expected, last, step_s, random.Random(1)) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_many_killed_trainers(new_run: Callable[..., Path], model: Path, seed: int) -> None:
-    expected, step_s = undisturbed(new_run("a", *PLAIN), model, 60)
-    assert kill_trainers(new_run("b", *PLAIN), model, expected, step_s, random.Random(seed)) > 0
+    expected, last, step_s = undisturbed(new_run("a", *PLAIN), model, 60)
+    assert kill_trainers(new_run("b", *PLAIN), model, expected, last, step_s, random.Random(seed)) > 0
+
+
+def test_a_trainer_that_died_before_its_last_version_was_kept_makes_it_again(
+    new_run: Callable[..., Path], model: Path
+) -> None:
+    straight, again = new_run("a", *PLAIN), new_run("b", *PLAIN)
+    whole = TrainerProcess(straight, model, standby=False)
+    whole.send([Feed(0, step(0)), Finish(0)])
+    wanted = end(straight, whole)
+    first = TrainerProcess(again, model, standby=False)
+    assert first.hear_kind(Ready).version == 0
+    first.kill()
+    weights = LocalParameterServer.take_over(STORE, registry=again / "weights")
+    made = load_file(straight / "last" / "model.safetensors")
+    weights.push(1, {name: made[name] for name in made})  # and here it died: its state is that of version 0
+    weights.detach()
+    (again / "weights" / NOTE).write_bytes(msgspec.msgpack.encode((0, [step(0)])))
+    second = TrainerProcess(again, model, standby=True)
+    assert second.hear_kind(Ready).version == 1
+    assert end(again, second) == wanted
 
 
 def test_a_trainer_that_died_before_its_first_version_is_begun_again(new_run: Callable[..., Path], model: Path) -> None:

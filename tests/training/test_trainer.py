@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from staleflow.training.clock import CpuClock
 from staleflow.training.micro_batches import forward, micro_batches
 from staleflow.training.trainer import Group, StalenessError, Trainer, TrainerOptions
 from staleflow.types import Row
@@ -60,6 +61,37 @@ def updated(
     assert begin == len(groups)
     report = trainer.finish(0)
     return [each.detach().clone() for each in trainer.parameters], report
+
+
+class BusyClock(CpuClock):
+    """A device that works as long as the test says."""
+
+    busy = True
+
+
+def test_groups_gather_while_the_device_is_busy_and_go_at_once_when_it_is_not(
+    base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = groups_of(6, 3)
+    options = TrainerOptions(0, learning_rate=1e-2, micro_tokens=60, skip_no_signal=False)
+    whole, _ = updated(base, options, groups, [6])
+    trainer, passes, clock = Trainer(copy.deepcopy(base), options), list[int](), BusyClock()
+    accumulate = trainer._accumulate
+    monkeypatch.setattr(trainer, "_clock", clock)
+    monkeypatch.setattr(trainer, "_accumulate", lambda work: (passes.append(len(work.groups)), accumulate(work))[1])
+    trainer.feed(0, groups[:1])
+    assert (passes, trainer.waiting) == ([], True)
+    clock.busy = False
+    trainer.advance()
+    assert (passes, trainer.waiting) == ([1], False)
+    clock.busy = True
+    trainer.feed(0, groups[1:5])
+    assert passes == [1, 4], "what fills a pass does not wait"
+    trainer.feed(0, groups[5:])
+    trainer.finish(0)
+    assert passes == [1, 4, 1]
+    for one, other in zip(whole, trainer.parameters, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
 
 
 COMBINATIONS = list(

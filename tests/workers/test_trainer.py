@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from staleflow.runtime.local.link import SocketLink, pack
-from staleflow.servers.weights import PRIVATE
 from staleflow.training.checkpoints import load
 from staleflow.training.checksums import damage
 from staleflow.training.trainer import StalenessError, Trainer, TrainerOptions
@@ -122,14 +121,15 @@ def test_what_another_trainer_published_is_not_published_again(base: Any) -> Non
     assert desk.out == []
 
 
-def test_every_version_has_the_same_tensors_and_without_standby_only_the_weights(base: Any) -> None:
-    for with_it in (True, False):
-        desk = Desk(base, standby=with_it)
-        desk.worker.publish()
-        desk.worker.handle([Feed(0, step()), Finish(0)])
-        assert desk.versions[0].keys() == desk.versions[1].keys()
-        assert any(name.startswith(PRIVATE) for name in desk.versions[0]) == with_it
-        assert {name for name in desk.versions[0] if not name.startswith(PRIVATE)} == desk.trainer.weights().keys()
+def test_engines_wait_for_the_weights_and_not_for_what_another_trainer_would_need(base: Any) -> None:
+    desk = Desk(base)
+    for call in ("note", "keep", "wait"):
+        setattr(desk, call, lambda *_, call=call: desk.out.append(call))
+    desk.worker = TrainerWorker(desk.trainer, desk, desk.out.append, standby=desk)  # pyright: ignore[reportArgumentType]
+    desk.worker.handle([Feed(0, step()), Finish(0)])
+    note, push, _, said, keep = desk.out
+    assert (note, push, said, keep) == ("note", ("push", 1), Pushed(1), "keep")
+    assert desk.versions[1].keys() == desk.trainer.weights().keys()
 
 
 def test_reset_forgets_what_was_fed(base: Any) -> None:

@@ -46,7 +46,7 @@ from staleflow.servers.filters import FILTERS
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer
-from staleflow.servers.weights import claim
+from staleflow.servers.weights import claim, standby_of
 from staleflow.tasks.opening import TaskSet
 from staleflow.tasks.options import ADDER
 from staleflow.training.checksums import REMOVED
@@ -119,7 +119,8 @@ class LocalRun:
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
         places = placement(cores, config.rollout.instances, config.processes.threads, config.processes.pin)
         self.crew = Crew(self.directory, self._model, places, self._checkpoint)
-        with claim(self.directory.store):
+        store = self.directory.store
+        with claim(store), claim(standby_of(store)):
             self._open()
             try:
                 await self.crew.within(self._start(), "start of all processes", START_S)

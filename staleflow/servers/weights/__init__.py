@@ -24,10 +24,9 @@ from staleflow.servers.weights.pushing import Pushed, Writer
 from staleflow.servers.weights.segments import NoStoreError, Registry, WeightsError
 from staleflow.servers.weights.slots import Clock, segments_of
 from staleflow.servers.weights.stores import Store
-from staleflow.servers.weights.tensors import PRIVATE, Cast
+from staleflow.servers.weights.tensors import Cast
 
 __all__ = [
-    "PRIVATE",
     "LocalParameterServer",
     "NoStoreError",
     "ParameterServer",
@@ -36,6 +35,7 @@ __all__ = [
     "WeightsError",
     "claim",
     "reclaim",
+    "standby_of",
 ]
 
 LEASE_S = 10.0
@@ -54,9 +54,7 @@ class ParameterServer(Protocol):
         ...
 
     def pull(self, into: Mapping[str, torch.Tensor], at_least: int) -> int:
-        """Copy the newest version, which must be ``at_least`` that, into these tensors. Returns its number.
-
-        They are all weights, or all that is ``PRIVATE``: what a trainer pushes beside them for its successor."""
+        """Copy the newest version, which must be ``at_least`` that, into these tensors. Returns its number."""
         ...
 
     def close(self) -> None: ...
@@ -192,6 +190,11 @@ class LocalParameterServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def standby_of(store: str) -> str:
+    """The name of the store beside that of the weights that keeps what another trainer continues from."""
+    return f"{store}-standby"
 
 
 @contextmanager

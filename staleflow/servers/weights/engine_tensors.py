@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from staleflow.servers.weights.segments import WeightsError
-from staleflow.servers.weights.tensors import DIGEST, PRIVATE, Layout, identity, is_plain
+from staleflow.servers.weights.tensors import DIGEST, Layout, identity, is_plain
 
 
 class Target(NamedTuple):
@@ -92,14 +92,8 @@ def _targets(layout: Layout, into: Mapping[str, torch.Tensor]) -> list[Target]:
                 f"tensors {known.name!r} and {name!r} are one tensor in the engine and two in the weights: tie them in "
                 "the trainer, or untie them in the engine"
             )
-    for index in _needed(layout, into) - {target.source for target in targets.values()}:
+    for index in set(layout.index.values()) - {target.source for target in targets.values()}:
         raise WeightsError(
             f"tensor {layout.entries[index].name!r} of the weights is missing among the engine's: add it"
         )
     return sorted(targets.values(), key=lambda target: target.start)
-
-
-def _needed(layout: Layout, into: Mapping[str, torch.Tensor]) -> set[int]:
-    """An engine takes all weights and a trainer all that is private: a part of either would mix versions."""
-    kinds = {name.startswith(PRIVATE) for name in into} or {False}
-    return {index for name, index in layout.index.items() if name.startswith(PRIVATE) in kinds}

@@ -14,11 +14,12 @@ import ctypes
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
 from staleflow.servers.weights.engine_tensors import Plan, Target
+from staleflow.servers.weights.gpu import pin, unpin
 from staleflow.servers.weights.segments import WeightsError, attach_segment
 from staleflow.servers.weights.stores import Store
 from staleflow.servers.weights.tensors import Layout, digest_of, is_plain, raw
@@ -63,16 +64,14 @@ class Mapped:
         self._pinned: bool | None = None
 
     def pin(self) -> None:
-        """Let the GPU copy from it directly. Where that is refused, copies are only slower."""
+        """Let the GPU copy from it directly."""
         if self._pinned is None:
-            cudart = cast(Any, torch.cuda).cudart()
-            self._pinned = int(cudart.cudaHostRegister(self.address, len(self.memory), 0)) == 0
+            self._pinned = pin(self.address, len(self.memory))
 
     def drop(self) -> None:
         """The memory is unmapped when the last tensor over it is gone."""
         if self._pinned:
-            cudart = cast(Any, torch.cuda).cudart()
-            cudart.cudaHostUnregister(self.address)
+            unpin(self.address)
         self.views, self.whole = [], None
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from staleflow.servers.weights.gpu import pin, store_from_gpu, unpin
 from staleflow.servers.weights.segments import WeightsError, attach_segment, create_segment, ensure_room, unlink_segment
 from staleflow.servers.weights.slots import SLOTS
 from staleflow.servers.weights.stores import Store
@@ -45,6 +46,20 @@ class Slot:
     memory: mmap.mmap
     views: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     digests: list[str] | None = None
+    pinned: bool | None = None
+    """None: nothing came from a GPU yet."""
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        return torch.frombuffer(self.memory, dtype=torch.uint8)
+
+    def pin(self) -> None:
+        if self.pinned is None:
+            self.pinned = pin(self.bytes.data_ptr(), len(self.memory))
+
+    def unpin(self) -> None:
+        if self.pinned:
+            unpin(self.bytes.data_ptr())
 
 
 class Writer:
@@ -91,22 +106,28 @@ class Writer:
         return Pushed(version, checksum, copied, layout.data - copied, len(self._slots))
 
     def close(self) -> None:
+        for slot in self._slots.values():
+            slot.unpin()
         self._slots.clear()
 
     def _fill(
         self, layout: Layout, slot: Slot, tensors: Mapping[str, torch.Tensor], known: list[str] | None
     ) -> tuple[list[str], int]:
-        digests: list[str] = []
-        copied = 0
-        for number, (entry, view) in enumerate(zip(layout.entries, slot.views, strict=True)):
-            held = known[number] if known is not None else None
-            digest, moved = store_tensor(view, tensors[entry.name], held, self._scratch)
-            digests.append(digest)
-            if moved:
-                copied += entry.stop - entry.start
+        numbered = [(number, entry, tensors[entry.name]) for number, entry in enumerate(layout.entries)]
+        on_gpu = [each for each in numbered if each[2].is_cuda and each[2].numel()]
+        if on_gpu:
+            slot.pin()
+        digests = store_from_gpu(slot.bytes, on_gpu) if on_gpu else {}
+        copied = sum(entry.stop - entry.start for _, entry, _ in on_gpu)
+        for number, entry, tensor in numbered:
+            if number not in digests:
+                held = known[number] if known is not None else None
+                digests[number], moved = store_tensor(slot.views[number], tensor, held, self._scratch)
+                if moved:
+                    copied += entry.stop - entry.start
             if self._between is not None:
                 self._between()
-        return digests, copied
+        return [digests[number] for number in range(len(numbered))], copied
 
     # Slots
 
@@ -152,13 +173,14 @@ class Writer:
         self.block.begin(number)  # nothing is in it until the first push to it ends
         memory = create_segment(self.block.next_generation(number), layout.size)
         self.block.set_size(number, layout.size)
-        self._slots[number] = Slot(memory, layout.views(torch.frombuffer(memory, dtype=torch.uint8)))
+        slot = self._slots[number] = Slot(memory)
+        slot.views = layout.views(slot.bytes)
 
     def _free(self, number: int) -> None:
         self.block.begin(number)
         self.block.set_size(number, 0)
         unlink_segment(self.block.segment(number))
-        del self._slots[number]
+        self._slots.pop(number).unpin()
 
     def _recover(self) -> None:
         """Go on from what an earlier writer left. What it was writing when it died is rewritten by the next push."""
@@ -178,6 +200,6 @@ class Writer:
         memory = self._slots[published.slot].memory
         self.layout = Layout.parse(memory[: 8 + int.from_bytes(memory[:8], "little")])
         for number, slot in self._slots.items():
-            slot.views = self.layout.views(torch.frombuffer(slot.memory, dtype=torch.uint8))
+            slot.views = self.layout.views(slot.bytes)
             if not self.block.sequence(number) & 1:
                 slot.digests = self.layout.split(slot.memory[self.layout.checksums])

@@ -50,9 +50,6 @@ SAMPLE = 512
 DIGEST = 16
 """Hexadecimal digits of a checksum."""
 
-PRIVATE = "trainer/"
-"""Names that begin so are of the trainer alone: stored exactly as they are, and no engine needs them."""
-
 Cast = torch.dtype | Mapping[str, torch.dtype] | None
 """What floating-point tensors are stored as: one dtype for all, some by name, or as they are."""
 
@@ -92,7 +89,7 @@ class Layout:
         if not tensors:
             raise WeightsError("there is nothing to push: pass the model's tensors by name")
         stored = {name: stored_dtype(name, tensor, cast) for name, tensor in tensors.items()}
-        ties = find_ties(tensors, stored)
+        ties = find_ties(tensors)
         dtypes = {name: dtype for name, dtype in stored.items() if name not in ties}
         places: dict[str, Any] = {}
         stop = 0
@@ -171,8 +168,6 @@ def stored_dtype(name: str, tensor: torch.Tensor, cast: Cast) -> torch.dtype:
     if name == "__metadata__":
         raise WeightsError("no tensor can be called '__metadata__', the format needs that name: rename it")
     wanted = cast.get(name) if isinstance(cast, Mapping) else cast
-    if name.startswith(PRIVATE):
-        wanted = None
     dtype = wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
     if dtype not in NAMES:
         raise WeightsError(f"tensor {name!r} would be stored as {dtype}, which safetensors has no name for: convert it")
@@ -189,15 +184,13 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def find_ties(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, torch.dtype]) -> dict[str, str]:
-    """Names whose tensor appears under an earlier name already. A private one is not tied to what loses precision."""
+def find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Names whose tensor appears under an earlier name already."""
     first: dict[tuple[Any, ...], str] = {}
     ties: dict[str, str] = {}
     for name, tensor in tensors.items():
         if tensor.numel() and not tensor.is_meta and tensor.layout == torch.strided:
             kept = first.setdefault(identity(tensor), name)
-            if name.startswith(PRIVATE) and stored[kept] != stored[name]:
-                kept = first.setdefault((PRIVATE, *identity(tensor)), name)
             if kept != name:
                 ties[name] = kept
     return ties
