@@ -3,8 +3,14 @@
 A filter is ``filter(group, **arguments) -> str | None``: a short reason to replace the group, or None to train on it.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from staleflow.registry import Entry, Registry
-from staleflow.servers.lifecycle import Group
+
+if TYPE_CHECKING:
+    from staleflow.servers.lifecycle import Group
 
 FILTERS = Registry(
     "filter",
