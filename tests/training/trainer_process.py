@@ -57,9 +57,8 @@ class TrainerProcess:
         self._link = SocketLink(ours, FromProcess)
         self._heard: list[Any] = []
         cores = sorted(os.sched_getaffinity(0))
-        self.send(
-            [Setup("trainer", "trainer", 1, str(run), str(model), store_of(run), cores, 1, 0, checkpoint, standby)]
-        )
+        folders = str(run), str(model), store_of(run, attempt)
+        self.send([Setup("trainer", "trainer", 1, *folders, cores, 1, 0, checkpoint, standby)])
 
     def send(self, messages: Iterable[msgspec.Struct]) -> None:
         self._socket.sendall(b"".join(map(pack, messages)))
