@@ -70,7 +70,7 @@ def test_a_trainer_on_a_gpu_needs_what_was_measured(
     training = Training(device="cuda", micro_tokens=micro_tokens)
     plan = estimate(Config(model=str(tmp_path), training=training), MACHINE)
     parts = [part for part in plan.parts if part.role == "trainer" and not part.what.startswith(("process", "CUDA"))]
-    assert sum(part.total for part in parts) / 2**30 == pytest.approx(measured, rel=0.05)
+    assert sum(part.total for part in parts) / 2**30 == pytest.approx(measured, rel=0.07)
 
 
 @pytest.mark.parametrize("name", ["laptop", "arithmetic-smollm", "gsm8k-smollm"])
