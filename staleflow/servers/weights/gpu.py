@@ -4,17 +4,19 @@ pin(memory.data_ptr(), memory.numel())
 digests = store_from_gpu(memory, [(entry, tensor), ...])      # neighbours in the slot are one copy
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
 import torch
+import xxhash
 
-from staleflow.servers.weights.tensors import Entry, digest_of
+from staleflow.servers.weights.tensors import Entry, raw
 
 STAGED = 256 << 20
 """Bytes that are gathered on the GPU for one copy; a larger tensor is one alone."""
-HASHERS = 4
+HASHERS = min(8, os.cpu_count() or 1)
 """Threads that checksum what has landed, while the rest is under way."""
 
 Run = list[tuple[int, Entry, torch.Tensor]]
@@ -33,14 +35,33 @@ def unpin(address: int) -> None:
 def store_from_gpu(memory: torch.Tensor, tensors: Sequence[tuple[int, Entry, torch.Tensor]]) -> dict[int, str]:
     """Bring the bytes of a slot to the values of numbered tensors. Returns their checksums once all are in place."""
     landed = [(run, _send(memory, run)) for run in _runs(tensors)]
-    found: dict[int, Future[str]] = {}
+    found: list[Future[dict[int, str]]] = []
     with ThreadPoolExecutor(HASHERS) as pool:
         for run, event in landed:
             event.synchronize()
-            for number, entry, _ in run:
-                place = memory.data_ptr() + entry.start
-                found[number] = pool.submit(digest_of, place, entry.stop - entry.start)
-    return {number: each.result() for number, each in found.items()}
+            places = [(number, entry) for number, entry, _ in run]
+            found += [pool.submit(digests, memory.data_ptr(), share) for share in shares(places, HASHERS)]
+    return {number: digest for each in found for number, digest in each.result().items()}
+
+
+def shares(places: Sequence[tuple[int, Entry]], count: int) -> list[list[tuple[int, Entry]]]:
+    """About as many bytes for each of so many, in few calls: a thread that hashes lets others run, between two it
+    does not."""
+    found: list[list[tuple[int, Entry]]] = [[] for _ in range(count)]
+    held = [0] * count
+    for place in sorted(places, key=lambda place: place[1].start - place[1].stop):
+        least = held.index(min(held))
+        found[least].append(place)
+        held[least] += place[1].stop - place[1].start
+    return [share for share in found if share]
+
+
+def digests(address: int, places: Sequence[tuple[int, Entry]]) -> dict[int, str]:
+    """Checksums of tensors in a slot at this address, each in one go."""
+    return {
+        number: xxhash.xxh3_64_hexdigest(raw(address + entry.start, entry.stop - entry.start))
+        for number, entry in places
+    }
 
 
 def _send(memory: torch.Tensor, run: Run) -> Any:
