@@ -54,7 +54,7 @@ def test_a_noisy_run_leaves_costs_that_it_can_be_planned_with() -> None:
     random = np.random.default_rng(5)
     for _ in range(200):
         some = random.choice(len(GRID), 4, replace=False)
-        drawn = [Point(*GRID[at], float(random.uniform(1e-4, 1e-2))) for at in some]
+        drawn = [Point(n, c, float(random.uniform(1e-4, 1e-2))) for n, c in (GRID[at] for at in some)]
         if len({point.running for point in drawn}) > 1:
             found, _ = fit(drawn)
             assert takes_time({name: getattr(found, name) for name in type(found).__slots__})
