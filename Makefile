@@ -3,19 +3,23 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+SPREAD := -n logical --maxprocesses 4 --dist loadgroup
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-all lint spec explore mutation bench clean
+.PHONY: train test test-all test-busy lint spec explore mutation bench clean
 
 train: $(READY)          ## set up, then run the main job with its embedded default
 	$(BIN)/staleflow train
 
 test: $(READY)           ## set up, then the test suite (minutes)
-	$(BIN)/pytest
+	$(BIN)/pytest $(SPREAD)
 
 test-all: $(READY)       ## the test suite with its long tests
-	$(BIN)/pytest -m ""
+	$(BIN)/pytest $(SPREAD) -m ""
+
+test-busy: $(READY)      ## ten times everything that starts processes, while other work keeps every core busy
+	$(BIN)/python scripts/test_busy.py
 
 lint: $(READY)           ## style and types
 	$(BIN)/ruff check .

@@ -5,9 +5,9 @@
 Everything that this process does in a run is the production code, set up as ``staleflow/runtime/local/run.py`` does:
 control plane, trajectory server with payload, journal on disk, outbox, ports over sockets, and one reward worker that
 scores the embedded task. Only the other end of the sockets is made up: one process that plays two instances and the
-trainer, answers every prompt with its right response at about ``--rate`` trajectories a second, and tells of them as
-``staleflow/workers/rollout.py`` does. The parts are measured by the clock of the main thread; ``loop`` is what is left
-of it: the event loop, its system calls, and the pipes of the reward worker.
+trainer. The instances are production rollout workers over an engine that answers every prompt with its right response,
+at about ``--rate`` trajectories a second. The parts are measured by the clock of the main thread; ``loop`` is what is
+left of it: the event loop, its system calls, and the pipes of the reward worker.
 """
 
 from __future__ import annotations
@@ -15,28 +15,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import select
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
-
-import numpy as np
 
 from staleflow.config import Config
 from staleflow.coordinator.cost import CostModel
 from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
-from staleflow.reward.pool import Settings as RewardSettings
+from staleflow.rollout.engine import Part, Reason, Request, Result, Sampling, StepOutput
 from staleflow.runtime.control import ControlPlane, Settings
-from staleflow.runtime.local.link import Channel, pack, unpacker
+from staleflow.runtime.local.link import Channel, SocketLink
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.local.run import CYCLE_S, LAZY_S
 from staleflow.runtime.outbox import HeldTrainer, Outbox
@@ -45,28 +43,16 @@ from staleflow.servers.payloads import Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.tasks.adder import FIRST_COUNTER, PROMPT_TOKENS, VOCABULARY, Adder, make
 from staleflow.tasks.prompts import TaskPrompts
-from staleflow.types import (
-    Abort,
-    Finish,
-    FromProcess,
-    Interrupt,
-    Load,
-    News,
-    Ordered,
-    Pull,
-    Pushed,
-    Submit,
-    Told,
-    ToProcess,
-)
+from staleflow.types import Finish, FromProcess, InstanceState, Pushed, Spans, ToProcess
+from staleflow.workers.link import Gone
+from staleflow.workers.rollout import Requests, RolloutWorker, serve
 
 TARGET_US = 100.0
 TARGET_SHARE = 0.03
 WARM_UP_STEPS = 3
 MEAN_TOKENS = 23.0
 MAX_TOKENS = 128
-TOGETHER_S = 0.03
-STREAM_S = 2.0
+STEP_S = 0.004
 UPDATE_S = 0.02
 """How long the trainer takes from the last group to the new version."""
 FOR_EVER = 10**9
@@ -77,137 +63,129 @@ FOR_EVER = 10**9
 
 @dataclass(slots=True)
 class Playing:
-    """A sequence in the engine: it began at a time and gets a token every so often."""
+    """A request: it began at a time and gets a token every so often."""
 
-    epoch: int
-    response: bytes
-    logprobs: bytes
+    request: Request
+    response: list[int]
     began: float
-    told: int = 0
-    spans: tuple[tuple[int, int], ...] = ()
+    spans: Spans
+
+    def made(self, now: float, token_s: float) -> int:
+        return min(len(self.response), int((now - self.began) / token_s))
+
+    def stamp(self, made: int, version: int) -> Spans:
+        if (fresh := made - sum(count for _, count in self.spans)) > 0:
+            last = self.spans[-1][1] if self.spans and self.spans[-1][0] == version else 0
+            self.spans = (*(self.spans[:-1] if last else self.spans), (version, last + fresh))
+        return self.spans
 
 
-@dataclass(slots=True)
-class Instance:
-    token_s: float
-    config: Config
-    version: int = -1
-    applied: tuple[int, int, int] = (0, 0, 0)
-    running: dict[str, Playing] = field(default_factory=dict[str, Playing])
-    pulled: int | None = None
-    told_at: float = 0.0
-    streamed_at: float = 0.0
-    generated: int = 0
+class Player:
+    """An engine that knows the answers. It needs no time for a step, and sleeps for a while instead."""
 
-    def obey(self, command: Ordered, now: float) -> None:
-        self.applied = command.fence
-        match command:
-            case Submit(jobs=jobs):
-                for job in jobs:
-                    response = respond(job.prompt)
-                    told = len(job.tokens) // 4
-                    began = now - told * self.token_s
-                    logprobs = np.full(len(response) // 4, -0.5, "<f4").tobytes()
-                    self.running[job.trajectory] = Playing(job.epoch, response, logprobs, began, told, job.spans)
-            case Abort(names=names) | Interrupt(names=names):
-                for name, _ in names:
-                    self.running.pop(name, None)
-            case Pull(version=version):
-                self.version = self.pulled = version
+    def __init__(self, token_s: float, config: Config) -> None:
+        self.version = -1
+        self._token_s = token_s
+        self._rollout = config.rollout
+        self._playing: dict[str, Playing] = {}
+        self._returned: list[Result] = []
 
-    def news(self, now: float) -> News | None:
-        streaming = now - self.streamed_at >= STREAM_S
-        if not streaming and now - self.told_at < TOGETHER_S:
+    @property
+    def busy(self) -> bool:
+        return bool(self._playing or self._returned)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        now = time.monotonic()
+        for each in requests:
+            began = now - len(each.tokens) * self._token_s
+            self._playing[each.name] = Playing(each, respond(each.prompt), began, each.spans)
+
+    def interrupt(self, names: Sequence[str]) -> None:
+        self._returned += [self._result(name, "interrupted") for name in names if name in self._playing]
+
+    def abort(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._playing.pop(name, None)
+
+    def step(self) -> StepOutput:
+        time.sleep(STEP_S)
+        now = time.monotonic()
+        over = [name for name, each in self._playing.items() if each.made(now, self._token_s) == len(each.response)]
+        returned, self._returned = self._returned, []
+        return StepOutput([self._result(name, "stop") for name in over], returned, [], len(self._playing))
+
+    def peek(self, name: str, start: int) -> Part | None:
+        each = self._playing[name]
+        made = each.made(time.monotonic(), self._token_s)
+        if made <= start:
             return None
-        over = [name for name, each in self.running.items() if self._made(each, now) * 4 >= len(each.response)]
-        if not (streaming or over or self.pulled is not None):
-            return None
-        self.told_at = now
-        finished = [self._tell(name, self.running.pop(name), now) for name in over]
-        progress: list[Told] = []
-        if streaming or self.pulled is not None:  # before the weights change, those that have begun are told of
-            begun = [(name, each) for name, each in self.running.items() if self._made(each, now) > each.told]
-            progress = [self._tell(name, each, now) for name, each in begun if streaming or not each.told]
-        if streaming:
-            self.streamed_at = now
-        pulled, self.pulled = self.pulled, None
-        return News(self._load(), finished, progress=progress, pulled=pulled)
+        return Part(each.stamp(made, self.version), each.response[start:made], [-0.5] * (made - start))
 
-    def _made(self, each: Playing, now: float) -> int:
-        return min(len(each.response) // 4, int((now - each.began) / self.token_s))
+    def pull(self, source: Any, version: int) -> int:  # noqa: ARG002
+        now = time.monotonic()
+        for each in self._playing.values():
+            each.stamp(each.made(now, self._token_s), self.version)
+        self.version = version
+        return version
 
-    def _tell(self, name: str, each: Playing, now: float) -> Told:
-        made, start = self._made(each, now), each.told
-        old = self.version if self.pulled is None else self.version - 1
-        spans = dict(each.spans)
-        spans[max([max(0, old), *spans])] = spans.get(max([max(0, old), *spans]), 0) + made - start
-        each.spans, each.told = tuple(spans.items()), made
-        self.generated += made - start
-        part = slice(4 * start, 4 * made)
-        return Told(name, each.epoch, each.spans, start, each.response[part], each.logprobs[part])
+    def weights(self) -> dict[str, Any]:
+        return {}
 
-    def _load(self) -> Load:
-        rollout, running = self.config.rollout, len(self.running)
+    def snapshot(self) -> InstanceState:
+        running, total = len(self._playing), self._rollout.kv_tokens
         context = 24 * running
-        return Load(
-            self.applied,
-            self.version,
-            running,
-            0,
-            context,
-            rollout.kv_tokens - context,
-            rollout.kv_tokens,
-            rollout.max_running,
-            (running, context, 0.004) if running else None,
-            self.generated,
-            0.0,
+        step = (running, context, 0.004) if running else None
+        return InstanceState(
+            self.version, running, 0, context, total - context, total, self._rollout.max_running, self.version, step
         )
 
+    def close(self) -> None: ...
 
-def respond(prompt: bytes) -> bytes:
-    increment, counter, tens, ones = (int(each) for each in np.frombuffer(prompt, "<i4"))
+    def _result(self, name: str, reason: Reason) -> Result:
+        each = self._playing.pop(name)
+        made = each.made(time.monotonic(), self._token_s)
+        spans = each.stamp(made, self.version)
+        return Result(name, each.request.epoch, reason, each.response[:made], [-0.5] * made, spans, self.version)
+
+
+def respond(prompt: Sequence[int]) -> list[int]:
+    increment, counter, tens, ones = prompt
     x = 10 * (tens - 3) + ones - 3
     problem = make(x, increment - FIRST_COUNTER - 36, counter - FIRST_COUNTER)
-    return np.array(Adder().solve(problem), "<i4").tobytes()
+    return list(Adder().solve(problem))
 
 
 def play(handles: list[int], token_s: float) -> None:
     """The first socket is the trainer's, the others are instances'."""
-    sockets = [socket.socket(fileno=handle) for handle in handles]
-    unpackers = {end: unpacker(ToProcess) for end in sockets}
-    instances = {end: Instance(token_s, Config()) for end in sockets[1:]}
-    due: list[tuple[float, int]] = []
-    while True:
-        for end in select.select(sockets, [], [], 0.005)[0]:
-            if not (data := end.recv(1 << 20)):
-                return
-            for message in unpackers[end].feed(data):
-                if end is not sockets[0]:
-                    instances[end].obey(message, time.monotonic())
-                elif isinstance(message, Finish):
-                    due.append((time.monotonic() + UPDATE_S, message.step + 1))
-        now = time.monotonic()
-        while due and due[0][0] <= now:
-            sockets[0].sendall(pack(Pushed(due.pop(0)[1])))
-        for end, instance in instances.items():
-            if (news := instance.news(now)) is not None:
-                end.sendall(pack(news))
+    trainer, *instances = [SocketLink(socket.socket(fileno=handle), ToProcess) for handle in handles]
+    requests = Requests(Sampling(max_tokens=MAX_TOKENS), seed=0)
+    for at, link in enumerate(instances):
+        worker = RolloutWorker(f"i{at}", Player(token_s, Config()), None, requests, incarnation=1)  # type: ignore[arg-type]
+        Thread(target=serve, args=(worker, link), daemon=True).start()
+    with suppress(Gone):
+        while True:
+            for message in trainer.receive(None):
+                if isinstance(message, Finish):
+                    time.sleep(UPDATE_S)
+                    trainer.send(Pushed(message.step + 1))
 
 
 # This end
 
 
 class Peer:
-    """What ``RemoteInstance`` needs of a ``Child``, and ``RemoteTrainer`` of a ``Crew``."""
+    """What ``RemoteInstance`` needs of a ``Child``, and ``RemoteTrainer`` of a ``Crew`` with that child."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.channel: Channel | None = None
+        self.children = {name: self}
+        self.ready = asyncio.Event()
+        self.ready.set()
 
-    def send(self, *message: Any) -> None:
-        """A crew is told the name of the process first."""
+    def send(self, message: Any) -> None:
         assert self.channel is not None
-        self.channel.send(message[-1])
+        self.channel.send(message)
 
 
 class Clock:
@@ -274,7 +252,7 @@ class Bench:
         config = self.config
         peer = Peer("trainer")
         trainer = RemoteTrainer(peer, self.server, 0)  # type: ignore[arg-type]
-        pool = RewardPool("adder", RewardSettings(config.reward.workers), self._scored, self._failed, None, "adder")
+        pool = RewardPool(config.reward, self._scored, self._failed, None, "adder")
         cost = CostModel(0.003, 0.003, 3e-5, 0.0, 1e-8, 1e-5)
         settings = Settings(config.strategies, cost, cycle_s=CYCLE_S, pull_s=0.1)
         self.control = ControlPlane(
@@ -315,15 +293,14 @@ class Bench:
 
     async def _instance(self, name: str, end: socket.socket) -> None:
         peer = Peer(name)
-        assert self.server.payloads is not None
-        port = RemoteInstance(peer, 1, self.server.payloads)  # type: ignore[arg-type]
+        port = RemoteInstance(peer, 1)  # type: ignore[arg-type]
         joined = False
 
         def hear(message: Any) -> None:
             nonlocal joined
-            report = port.hear(message)
+            port.hear(message)
             if joined:
-                self.control.on_report(report)
+                self.control.on_report(message)
             else:
                 joined = True
                 self.control.join(port)

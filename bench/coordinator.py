@@ -19,8 +19,8 @@ from typing import Any, Literal, get_args
 
 from staleflow.coordinator.decide import decide
 from staleflow.coordinator.situation import Fleet, InstanceView, Pace, Queued, Route, Situation
-from staleflow.coordinator.strategies import Routing, Strategies
-from staleflow.simulate.presets import preset
+from staleflow.coordinator.strategies import ROUTING, Strategies
+from staleflow.simulate.setting import preset
 
 TARGET_MS = 50.0
 """For one decision with 1,024 instances and 100,000 live trajectories."""
@@ -98,7 +98,7 @@ def main() -> None:
         for live in options.live:
             for load in get_args(Load):
                 case = situation(instances, live, options.queued, load)
-                for routing in get_args(Routing):
+                for routing in ROUTING.entries:
                     how = Strategies(routing=routing, synchronisation=options.synchronisation, mu=options.mu)
                     cell = {"instances": instances, "live": live, "load": load, "routing": routing}
                     rows.append({**cell, **measure(case, how, options.repeats)})

@@ -17,7 +17,8 @@ from typing import Any
 from staleflow.runtime.control import ControlPlane
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.network import Remote
-from staleflow.simulate.presets import preset
+from staleflow.simulate.setting import preset
+from staleflow.types import Command
 
 LIVE = 100_000
 TARGET_MS = 50.0
@@ -29,11 +30,11 @@ class Watch:
     def __init__(self, live: int) -> None:
         self.milliseconds: list[float] = []
         self._engines = 0.0
-        cycle, submit = ControlPlane._cycle, Remote.submit
+        cycle, send = ControlPlane._cycle, Remote.send
 
-        def timed_submit(remote: Remote, *arguments: Any) -> None:
+        def timed_send(remote: Remote, command: Command) -> None:
             start = time.process_time()
-            submit(remote, *arguments)
+            send(remote, command)
             self._engines += time.process_time() - start
 
         def timed_cycle(control: ControlPlane) -> None:
@@ -43,7 +44,7 @@ class Watch:
                 self.milliseconds.append(1e3 * (time.process_time() - start - self._engines + engines))
 
         setattr(ControlPlane, "_cycle", timed_cycle)  # noqa: B010  # a bench, not code that others call
-        setattr(Remote, "submit", timed_submit)  # noqa: B010
+        setattr(Remote, "send", timed_send)  # noqa: B010
 
 
 def measure(instances: int, groups: int, steps: int) -> dict[str, Any]:

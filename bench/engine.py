@@ -202,7 +202,7 @@ def fill(engine: TorchEngine, shape: Shape, running: int, context: int) -> None:
     for at in range(running):
         prompt = [chance.randrange(vocabulary) for _ in range(context)]
         engine.submit([Request(f"fill{at}", 1, prompt, sampling=Sampling(max_tokens=10**6))])
-    while len(engine.step().progress) < running:
+    while engine.step().made < running:
         pass
 
 

@@ -11,8 +11,8 @@ GPUs, share of the second lane and threshold are searched for::
 from collections.abc import Sequence
 from itertools import pairwise
 
-from staleflow.simulate.presets import Setting
-from staleflow.study.law import Work, law, splits
+from staleflow.simulate.setting import Setting
+from staleflow.study.law import BatchWork, law, splits
 
 THRESHOLDS = (1_000, 2_000, 4_000, 6_000, 8_000, 10_000, 13_000)
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5)
@@ -21,7 +21,7 @@ ROUNDS = 40
 """To find a lane's step time, and the time of a step."""
 
 
-def lanes(setting: Setting, work: Work, count: int) -> float:
+def lanes(setting: Setting, work: BatchWork, count: int) -> float:
     """Tokens per second at most with ``count`` lanes, one or two."""
     spread = list(setting.workload.spread())
     least = float("inf")
@@ -55,7 +55,7 @@ def _part(spread: Sequence[tuple[float, float]], low: int, high: int) -> tuple[f
 
 def _step_s(
     setting: Setting,
-    work: Work,
+    work: BatchWork,
     way: tuple[int, ...],
     parts: list[tuple[float, float, float]],
     edges: list[int],
@@ -88,7 +88,7 @@ def _step_s(
 
 
 def _pace(
-    setting: Setting, work: Work, instances: int, part: tuple[float, float, float], step_s: float
+    setting: Setting, work: BatchWork, instances: int, part: tuple[float, float, float], step_s: float
 ) -> float | None:
     """Seconds for a token in a lane; None if it cannot keep up."""
     tokens, context, entered = part

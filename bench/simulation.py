@@ -29,8 +29,9 @@ from simulation_report import render
 
 from staleflow.config.machine import cores
 from staleflow.simulate.cluster import Cluster
-from staleflow.simulate.presets import VARIANTS, Setting, with_split, with_strategies
-from staleflow.simulate.workload import Constant, Lognormal, PowerLaw, Sampled
+from staleflow.simulate.lengths import Constant, Lognormal, PowerLaw
+from staleflow.simulate.setting import R1, Setting, with_split, with_strategies
+from staleflow.simulate.workload import Sampled
 from staleflow.study.compare import TUNING_SEED, Row, key, measured
 from staleflow.study.law import balance, ceiling, even_ceiling, work_of
 from staleflow.study.parallel import Run, Runner, Unit
@@ -52,7 +53,7 @@ ALL = "all,staleflow+batch,window_wait+stream"
 FEW = "staleflow,synchronous,window_wait,psrl_default,staleflow+batch"
 """Where others were never the best in like settings, and take long."""
 PAPER = ("paper-14b", "paper-32b", "paper-30b-a3b")
-CELLS = {(name, variant): MAIN for variant in VARIANTS for name in PAPER} | {
+CELLS = {(name, variant): MAIN for variant in R1 for name in PAPER} | {
     ("paper-14b", "correlated"): ALL,
     ("paper-30b-a3b", "correlated"): f"{MAIN},window_wait+stream",
     ("paper-14b", "independent"): f"{MAIN},window_wait+stream",

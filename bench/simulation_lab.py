@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from staleflow.simulate.presets import Setting, preset, with_lengths
+from staleflow.simulate.setting import Setting, preset
 from staleflow.study.compare import Comparison, Row, first_counted, half_width, ratio, run_of, speed
 from staleflow.study.parallel import Run, Runner, T, Unit
 from staleflow.study.peers import STALEFLOW, Policy, chosen
@@ -52,7 +52,7 @@ class Scale:
     """A smaller batch, on as many times fewer GPUs."""
 
     def setting(self, name: str, variant: str = "correlated") -> Setting:
-        setting = replace(with_lengths(preset(name), variant), steps=self.steps)
+        setting = preset(name, f"lengths={variant}", f"steps={self.steps}")
         if self.groups is None:
             return setting
         factor = setting.groups // self.groups

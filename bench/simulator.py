@@ -26,7 +26,7 @@ from typing import Any
 
 from staleflow.servers.lifecycle import Group
 from staleflow.simulate.cluster import Cluster
-from staleflow.simulate.presets import preset
+from staleflow.simulate.setting import preset
 
 MOST_BYTES = 1e9
 """Peak memory of any cell."""

@@ -11,7 +11,7 @@ steps, training, pulls, reports and rewards cost. Predicted are its own rows (ho
 other runs (how well it predicts). On both sides the first quarter of the steps is left out, or bound + 1 of them.
 
 Two instances and a trainer share two cores, and how they do depends on who has work. So costs are CPU seconds, and the
-simulator divides the cores as the calibration run did (``staleflow/study/shared_cores.py``). *Fixed shares* is the
+simulator divides the cores as the calibration run did (``bench/shared_cores.py``). *Fixed shares* is the
 prediction without that: everything costs the seconds that it took in the calibration run.
 """
 
@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench.shared_cores import SharedCluster, Shares, Sharing, alone, calibrated, teaches  # noqa: E402
 from staleflow.config.machine import cores  # noqa: E402
 from staleflow.errors import ConfigError  # noqa: E402
 from staleflow.observe.metrics import read_metrics  # noqa: E402
-from staleflow.simulate.presets import Setting, preset  # noqa: E402
+from staleflow.simulate.setting import Setting  # noqa: E402
 from staleflow.study.measured import MeasuredRun, read_run  # noqa: E402
-from staleflow.study.shared_cores import SharedCluster, Sharing, calibrated  # noqa: E402
 
 CALIBRATION = 2
 """The bound of the run that is calibrated with."""
@@ -162,7 +162,7 @@ def observed(folder: Path, bound: int, instances: int) -> Values:
 def predicted(run: MeasuredRun, setting: Setting, sharing: Sharing, kind: Kind) -> Values:
     strategies = replace(setting.strategies, consume=kind.consume)
     setting = replace(setting, staleness=kind.bound, strategies=strategies)
-    cluster = SharedCluster(setting, kind.seed, sharing, run.teaches)
+    cluster = SharedCluster(setting, kind.seed, sharing, teaches(run))
     cluster.run()
     marks = cluster.marks
     begin, end = marks[left_out(kind.bound, len(marks)) - 1], marks[-1]
@@ -178,10 +178,9 @@ def predicted(run: MeasuredRun, setting: Setting, sharing: Sharing, kind: Kind) 
 
 
 def results_of(run: MeasuredRun, first: Kind, folders: Mapping[Kind, Path], steps: int) -> dict[str, Any]:
-    base = replace(preset("paper-14b"), steps=steps)
-    shared, fixed = run.alone(base), taught_only(run, run.apply(base))
-    assert run.shares is not None, "run.alone has looked"
-    sharing = calibrated(run.shares, shared, cores(), run.teaches)
+    words = [f"steps={steps}"]
+    shared, fixed = alone(run, words), taught_only(run, run.setting(words))
+    sharing = calibrated(Shares.of(run), shared, cores(), teaches(run))
     rows: list[dict[str, Any]] = []
     for kind, folder in folders.items():
         seen = observed(folder, kind.bound, shared.instances)
@@ -194,7 +193,7 @@ def results_of(run: MeasuredRun, first: Kind, folders: Mapping[Kind, Path], step
                 "consume": kind.consume,
                 "seed": kind.seed,
                 "calibration": kind == first,
-                "cpu_shares": own._asdict() if (own := read_run(str(folder)).shares) else {},
+                "cpu_shares": Shares.of(read_run(str(folder)))._asdict(),
                 "metrics": {key: compared(key, seen[key], told[key]) for key in METRICS},
                 "fixed_shares": {key: compared(key, seen[key], plain[key]) for key in METRICS},
             }
@@ -217,11 +216,10 @@ def taught_only(run: MeasuredRun, setting: Setting) -> Setting:
 
 def facts(run: MeasuredRun, setting: Setting, sharing: Sharing) -> dict[str, Any]:
     """What the calibration run was like."""
-    assert run.shares is not None
     return {
         "alone": sharing.alone,
         "trainer_beside_instances": sharing.trainer,
-        **run.shares._asdict(),
+        **Shares.of(run)._asdict(),
         **run.times,
         "trainer_fixed_cpu_s": setting.trainer_fixed_s,
         "trainer_per_taught_token_cpu_s": setting.trainer_per_token_gpu_s,

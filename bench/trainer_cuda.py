@@ -73,7 +73,7 @@ def step_of(lengths: list[int], members: int, prompt: int, vocabulary: int, vers
     def row(at: int, size: int) -> Row:
         begun, tokens = (random.integers(0, vocabulary, count).astype("<i4") for count in (prompt, size))
         behaviour = np.full(size, -np.log(vocabulary), "<f4")
-        return Row(f"p{at // members}/{at % members}", begun, tokens, behaviour, ((version, size),), float(at % 2))
+        return Row.of(f"p{at // members}/{at % members}", begun, tokens, behaviour, ((version, size),), float(at % 2))
 
     rows = [row(at, size) for at, size in enumerate(lengths)]
     return [rows[at : at + members] for at in range(0, len(rows), members)]

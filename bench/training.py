@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from staleflow.observe.chart import HEIGHT, Line, chart, stacked  # noqa: E402
+from staleflow.observe.chart import HEIGHT, Curve, chart, stacked  # noqa: E402
 from staleflow.observe.chart import document as svg  # noqa: E402
 
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -359,11 +359,11 @@ def _times(table: dict[str, Any]) -> str:
 def picture(table: dict[str, Any]) -> str:
     shown = {name: row for name, row in table.items() if "truncated" not in name}
     by_step = [
-        Line(name, [(step, 100 * mean, 100 * half) for step, (mean, half) in row["accuracy"].items()])
+        Curve(name, [(step, 100 * mean, 100 * half) for step, (mean, half) in row["accuracy"].items()])
         for name, row in shown.items()
     ]
     by_time = [
-        Line(name, [(row["seconds"][step], 100 * mean, 0.0) for step, (mean, _) in row["accuracy"].items()])
+        Curve(name, [(row["seconds"][step], 100 * mean, 0.0) for step, (mean, _) in row["accuracy"].items()])
         for name, row in shown.items()
     ]
     parts = [

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from pathlib import Path
 from statistics import NormalDist
 
-TARGET = Path(__file__).resolve().parent.parent / "staleflow" / "simulate" / "lengths" / "servegen_r1_output.csv"
+TARGET = Path(__file__).resolve().parent.parent / "staleflow" / "simulate" / "data" / "servegen_r1_output.csv"
 QUANTILES = 1024
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from staleflow.servers.journal import Event
 from staleflow.simulate.cluster import Cluster
-from staleflow.simulate.presets import Setting, preset
+from staleflow.simulate.setting import Setting, preset
 from staleflow.types import Spans
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "pictures" / "life.svg"

@@ -1,11 +1,19 @@
-"""The command line: ``staleflow COMMAND``. What cannot be done is told in one line, with exit code 2."""
+"""The command line: ``staleflow COMMAND``.
+
+What cannot be done is said in one line, with exit code 2; so is why a run got stuck, with exit code 1.
+"""
 
 import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
 from staleflow import __version__
-from staleflow.commands import compare, plan, profile, simulate, train
+from staleflow.commands import clean, compare, plan, profile, simulate, train
+from staleflow.commands.common import refuse
+from staleflow.errors import StaleFlowError
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells expect it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -15,18 +23,27 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"staleflow: error: {message}\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="staleflow", description="RL post-training under a strict staleness bound.")
     parser.add_argument("--version", action="version", version=f"staleflow {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train.add_parser(commands)
-    simulate.add_parser(commands)
-    compare.add_parser(commands)
-    plan.add_parser(commands)
-    profile.add_parser(commands)
+    for command in (train, simulate, compare, plan, profile, clean):
+        command.add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
-    if unknown := [each for each in rest if each.startswith("-") or "overrides" not in options]:
+    if unknown := [each for each in rest if each.startswith("-") or "words" not in options]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; see staleflow {options.command} --help")
     if rest:  # argparse takes one run of positional arguments; between options there may be more
-        options.overrides += rest
-    return options.run(options)
+        options.words += rest
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        return options.run(options)
+    except OSError as error:  # a full disk, a folder that is not ours
+        return refuse(error)
+    except StaleFlowError as error:
+        return refuse(error, error.exit_code)
+    except KeyboardInterrupt:
+        return refuse("interrupted", INTERRUPTED)

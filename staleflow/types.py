@@ -1,18 +1,36 @@
-"""The vocabulary of StaleFlow: the values its parts hand to each other.
+"""The vocabulary of StaleFlow: the values its parts hand to each other, each once, and their form on the wire.
 
 A *group* is one prompt with all its trajectories. *Version* ``t`` is the model after ``t`` updates; *step* ``t``
 trains on version ``t`` and makes ``t + 1``. A group's *deadline* is the last step that may still train on it.
+
+What can start again counts how often: a process its *incarnation*, the control plane its *term*, a run its *attempt*.
+A trajectory's *epoch* counts how often it was sent to an instance. What carries an older number comes too late.
+
+Arrays of tokens and log-probabilities travel as little-endian bytes (``TOKEN``, ``LOGPROB``). Weights do not travel in
+messages: they go through the parameter server.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+
+TOKEN = np.dtype("<i4")
+LOGPROB = np.dtype("<f4")
 
 Spans = tuple[tuple[int, int], ...]
 """Runs of tokens made under one version: ``(version, count)``, in the order they were made."""
 
 StepState = Literal["open", "ready", "stuck"]
+
+
+def token_count(spans: Spans) -> int:
+    return spans[0][1] if len(spans) == 1 else sum(count for _, count in spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,97 +71,165 @@ class LedgerCounts(TypedDict):
     released: dict[str, int]
 
 
-# What the control plane and the processes of a run say to each other. Arrays are little-endian bytes
-# (``servers/payloads.py``). Weights do not come this way: they go through the parameter server.
-
-Role = Literal["instance", "trainer", "evaluator"]
+# A trajectory, on its way to an instance, back, and to the trainer.
 
 
-class Setup(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The first message: what the process is to be."""
+class Chunk(msgspec.Struct, array_like=True, frozen=True):
+    """Tokens ``start``, ``start + 1``, ... of a trajectory. A prompt is a chunk too, without log-probabilities."""
 
-    role: Role
-    name: str
-    run: str
-    """The run's directory."""
-    model: str
-    """A folder in Hugging Face format."""
-    store: str
-    """The parameter server's name, in the run's registry."""
-    cores: list[int]
-    threads: int
-    nice: int
-    checkpoint: str = ""
-    """What the trainer goes on from; empty: the model."""
-    standby: bool = False
-    """A trainer of this life of the run died: go on from what it published, if it had published anything."""
+    start: int
+    tokens: bytes
+    logprobs: bytes = b""
 
+    @classmethod
+    def of(cls, start: int, tokens: npt.ArrayLike, logprobs: npt.ArrayLike = ()) -> Chunk:
+        return cls(start, np.asarray(tokens, TOKEN).tobytes(), np.asarray(logprobs, LOGPROB).tobytes())
 
-class Ordered(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A command to an instance, with its fence: term, life, number."""
-
-    fence: tuple[int, int, int]
+    def after(self, known: int) -> Chunk:
+        """Without the tokens before ``known``."""
+        skip = known - self.start
+        if skip <= 0:
+            return self
+        return Chunk(known, self.tokens[skip * TOKEN.itemsize :], self.logprobs[skip * LOGPROB.itemsize :])
 
 
-class Job(msgspec.Struct, array_like=True, frozen=True):
+class Work(msgspec.Struct, array_like=True, frozen=True):
     """One trajectory for an instance, with what was generated so far."""
 
     trajectory: str
     epoch: int
     group: str
-    prompt: bytes
-    tokens: bytes
-    logprobs: bytes
+    prompt_tokens: int
     spans: Spans
+    prompt: bytes = b""
+    """This and the next two are empty where engines are only modelled."""
+    tokens: bytes = b""
+    logprobs: bytes = b""
 
 
-class Submit(Ordered, frozen=True):
-    jobs: list[Job]
-
-
-class Interrupt(Ordered, frozen=True):
-    names: list[tuple[str, int]]
-
-
-class Abort(Ordered, frozen=True):
-    names: list[tuple[str, int]]
-
-
-class Pull(Ordered, frozen=True):
-    version: int
-
-
-class Stop(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """End in good order."""
-
-
-class Told(msgspec.Struct, array_like=True, frozen=True):
-    """What an instance says of one trajectory: its tokens from ``start`` on."""
+class TrajectoryNews(msgspec.Struct, array_like=True, frozen=True):
+    """What an instance says of one trajectory: the versions of all its tokens, and the tokens not yet told."""
 
     trajectory: str
     epoch: int
     spans: Spans
-    start: int
-    tokens: bytes
-    logprobs: bytes
+    chunk: Chunk | None = None
+    """None if there are none, or where engines are only modelled."""
 
 
-class Load(msgspec.Struct, array_like=True, frozen=True):
-    """An instance after the command ``applied``."""
+class Failed(NamedTuple):
+    """A trajectory that an engine cannot serve."""
 
-    applied: tuple[int, int, int]
+    name: str
+    epoch: int
+    message: str
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True):
+    """One finished and scored trajectory, for the trainer. The arrays share the memory of the bytes."""
+
+    name: str
+    prompt_bytes: bytes
+    token_bytes: bytes
+    logprob_bytes: bytes
+    spans: Spans
+    reward: float
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        prompt: npt.ArrayLike,
+        tokens: npt.ArrayLike,
+        logprobs: npt.ArrayLike,
+        spans: Sequence[tuple[int, int]],
+        reward: float,
+    ) -> Row:
+        ids = np.asarray(prompt, TOKEN).tobytes(), np.asarray(tokens, TOKEN).tobytes()
+        return cls(name, *ids, np.asarray(logprobs, LOGPROB).tobytes(), tuple(spans), reward)
+
+    @property
+    def prompt(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.prompt_bytes, TOKEN)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.token_bytes, TOKEN)
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        return np.frombuffer(self.logprob_bytes, LOGPROB)
+
+
+# What the control plane says to an instance.
+
+
+class Fence(NamedTuple):
+    """Which command: from which term of the control plane, to which incarnation of the instance, its number from 1.
+
+    An instance applies the commands to its own incarnation in order and without gaps, and none of an earlier term once
+    it has heard of a later one.
+    """
+
+    term: int
+    incarnation: int
+    number: int
+
+
+class Command(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    fence: Fence
+
+
+class Submit(Command, frozen=True):
+    """Generate these."""
+
+    work: list[Work]
+
+
+class Interrupt(Command, frozen=True):
+    """Return these trajectories (name, epoch) at the next step boundary. Unknown ones are ignored."""
+
+    names: list[tuple[str, int]]
+
+
+class Abort(Command, frozen=True):
+    """Drop these trajectories (name, epoch)."""
+
+    names: list[tuple[str, int]]
+
+
+class Pull(Command, frozen=True):
+    """Load ``version`` or a later one between two steps; every trajectory is kept."""
+
     version: int
-    running: int
-    waiting: int
-    context: int
-    kv_free: int
-    kv_total: int
-    max_running: int
-    step: tuple[int, int, float] | None
-    generated: int
-    """Tokens since it started."""
-    busy_s: float
-    """Seconds in which it decoded, since it started."""
+
+
+# What an instance says.
+
+
+class InstanceState(msgspec.Struct, array_like=True, frozen=True):
+    """An engine at a step boundary."""
+
+    version: int
+    """Of its weights; -1 before the first pull."""
+    running: int = 0
+    """Sequences that decode or are prefilled."""
+    waiting: int = 0
+    """Sequences that it holds but has no memory or no place for."""
+    context: int = 0
+    """Tokens of those running, a shared prompt counted for each."""
+    kv_free: int = 0
+    """In tokens. Memory that only caches a prefix counts as free: it goes when it is needed."""
+    kv_total: int = 0
+    max_running: int = 0
+    kv_version: int = -1
+    """Oldest weights behind any KV entry of a running sequence."""
+    step: tuple[int, int, float] | None = None
+    """The latest step that only decoded: sequences, tokens of context, seconds."""
+
+    @property
+    def kv_used(self) -> int:
+        return self.kv_total - self.kv_free
 
 
 class Cell(msgspec.Struct, array_like=True, frozen=True):
@@ -170,41 +256,86 @@ class Costs(msgspec.Struct, array_like=True, frozen=True):
     told_s: float = 0.0
     """How long they had waited for that, in all."""
 
+    @property
+    def tokens(self) -> int:
+        """Generated."""
+        return sum(cell.running for cell in self.cells)
 
-class News(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A report and a snapshot."""
+    @property
+    def busy_s(self) -> float:
+        """In which it decoded or prefilled."""
+        return sum(cell.seconds for cell in self.cells)
 
-    load: Load
-    finished: list[Told] = []
-    returned: list[Told] = []
-    progress: list[Told] = []
-    failed: list[tuple[str, int, str]] = []
-    """(trajectory, epoch, why): the engine cannot serve it."""
+
+class Report(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What an instance has to say: its state after the command ``applied``, trajectories that ended or came back,
+    tokens so far, a finished pull."""
+
+    instance: str
+    incarnation: int
+    """A new one has forgotten everything."""
+    applied: Fence
+    state: InstanceState
+    finished: list[TrajectoryNews] = []
+    returned: list[TrajectoryNews] = []
+    progress: list[TrajectoryNews] = []
+    failed: list[Failed] = []
     pulled: int | None = None
     costs: Costs = Costs()
 
 
-class TrainRow(msgspec.Struct, array_like=True, frozen=True):
-    """One trajectory for the trainer. Members of a group have the same prompt, which is sent with the group."""
+# What else the control plane and the processes of a run say to each other.
 
+Role = Literal["instance", "trainer", "evaluator"]
+
+
+class Setup(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The first message: what the process is to be."""
+
+    role: Role
     name: str
-    tokens: bytes
-    logprobs: bytes
-    spans: Spans
-    reward: float
+    incarnation: int
+    run: str
+    """The run's directory."""
+    model: str
+    """A folder in Hugging Face format."""
+    store: str
+    """The parameter server's name, in the run's registry."""
+    cores: list[int]
+    threads: int
+    nice: int
+    checkpoint: str = ""
+    """What the trainer resumes from; empty: the model."""
+    standby: bool = False
+    """A trainer of this attempt of the run died: resume from what it published, if it had published anything."""
 
 
-class TrainGroup(msgspec.Struct, array_like=True, frozen=True):
-    prompt: bytes
-    rows: list[TrainRow]
+class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The process has loaded everything and holds this version."""
+
+    version: int
+
+
+class Broken(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The process cannot continue, and starting it again would not help."""
+
+    why: str
+
+
+class Stop(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """End in good order."""
 
 
 class Feed(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Accumulate the gradients of these groups."""
+
     step: int
-    groups: list[TrainGroup]
+    groups: list[list[Row]]
 
 
 class Finish(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Every group of the step has been fed: update and publish."""
+
     step: int
 
 
@@ -219,13 +350,8 @@ class Save(msgspec.Struct, tag=True, array_like=True, frozen=True):
     also: dict[str, bytes]
 
 
-class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The process has loaded everything and holds this version."""
-
-    version: int
-
-
-class Pushed(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Saved(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    folder: str
     version: int
 
 
@@ -242,8 +368,9 @@ class Trained(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Seconds of waiting for its groups."""
 
 
-class Saved(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    folder: str
+class Pushed(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The version can be pulled."""
+
     version: int
 
 
@@ -264,11 +391,5 @@ class Evaluated(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Of the last of these."""
 
 
-class Broken(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The process cannot go on, and starting it again would not help."""
-
-    why: str
-
-
 ToProcess = Setup | Submit | Interrupt | Abort | Pull | Feed | Finish | Reset | Save | Evaluate | Stop
-FromProcess = Ready | News | Pushed | Trained | Saved | Evaluated | Broken
+FromProcess = Ready | Report | Pushed | Trained | Saved | Evaluated | Broken

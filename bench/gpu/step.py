@@ -34,7 +34,7 @@ from staleflow.rollout.shapes import SHAPES, write
 from staleflow.servers.weights import LocalParameterServer
 from staleflow.training.standby import Standby
 from staleflow.training.trainer import Trainer, TrainerOptions
-from staleflow.types import Feed, Finish, TrainGroup, TrainRow
+from staleflow.types import Feed, Finish, Row
 from staleflow.workers.trainer import TrainerWorker
 
 SPANS = ("gradients", "note", "update", "push", "pull", "first tokens", "standby")
@@ -67,12 +67,14 @@ class Timeline:
         setattr(thing, method, call)
 
 
-def group(version: int, vocabulary: int, random: np.random.Generator) -> TrainGroup:
-    def row(at: int) -> TrainRow:
-        tokens, behaviour = random.integers(0, vocabulary, 21).astype("<i4"), np.full(21, -8, "<f4")
-        return TrainRow(f"p/{at}", tokens.tobytes(), behaviour.tobytes(), ((version, 21),), float(at % 2))
+def group(version: int, vocabulary: int, random: np.random.Generator) -> list[Row]:
+    prompt = random.integers(0, vocabulary, 40)
 
-    return TrainGroup(random.integers(0, vocabulary, 40).astype("<i4").tobytes(), [row(at) for at in range(8)])
+    def row(at: int) -> Row:
+        tokens = random.integers(0, vocabulary, 21)
+        return Row.of(f"p/{at}", prompt, tokens, np.full(21, -8), ((version, 21),), float(at % 2))
+
+    return [row(at) for at in range(8)]
 
 
 class Bench:
@@ -125,15 +127,21 @@ class Bench:
         with line.span("pull"):
             self.engine.pull(self.reader, number + 1)
         with line.span("first tokens"):
-            drawn = set[str]()
-            while len(drawn) < self.running:
-                drawn |= {each.name for each in self.engine.step().progress}
+            waiting = set(names)
+            while waiting:
+                self.engine.step()
+                waiting = {name for name in waiting if self._newest(name) <= number}
         self.standby.wait()
         del self.standby._copy
         self.engine.interrupt(names)
         while self.engine.snapshot().running:
             self.engine.step()
         return line.spans
+
+    def _newest(self, name: str) -> int:
+        """The version of its latest token."""
+        part = self.engine.peek(name, 0)
+        return part.spans[-1][0] if part is not None else -1
 
     def close(self) -> None:
         self.reader.close()

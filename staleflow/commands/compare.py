@@ -1,42 +1,36 @@
 """``staleflow compare``: several policies on one workload, paired, as tables, as JSON or as a picture.
 
-What cannot be compared is told in one line, with exit code 2, before anything runs or is written.
+What cannot be compared is said in one line, with exit code 2, before anything runs or is written.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
-from staleflow.commands.options import (
+from staleflow.commands.common import (
     Subparsers,
     add_jobs,
-    add_options,
+    add_simulated,
+    asked,
     check_jobs,
     check_picture,
-    read_changes,
+    console,
     read_setting,
-    refuse,
-    write,
+    stuck_is_told,
+    tell,
+    write_picture,
 )
 from staleflow.errors import ConfigError
-from staleflow.protocol.ledger import LedgerError
-from staleflow.runtime.control import StalledError
-from staleflow.simulate.clock import DeadlockError
-from staleflow.simulate.workload import WorkloadError
+from staleflow.simulate.setting import assumptions
 from staleflow.study.compare import Comparison, Row
 from staleflow.study.compare_picture import picture
 from staleflow.study.peers import POLICIES, STALEFLOW, chosen
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-WIDTH = 132
-"""Columns of a table that is not shown on a terminal."""
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -55,7 +49,7 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Simulate several policies on the same workload, paired by seed, and compare them.",
         allow_abbrev=False,
     )
-    add_options(parser, staleness=whole_numbers)
+    add_simulated(parser, staleness=whole_numbers)
     parser.add_argument(
         "--policies",
         default="all",
@@ -64,7 +58,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "all (default): each as it ships; every: both kinds",
     )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each (default: 3)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first of the seeds (default: 0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="the first of the seeds (default: 0)")
     parser.add_argument(
         "--tune-split", action="store_true", help="give every policy the split of the GPUs that serves it best"
     )
@@ -75,92 +69,71 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        comparison = read(options)
-        path = check_picture(options.picture)
+    comparison, notes = read(options)
+    path = check_picture(options.picture)
+    with stuck_is_told():
         rows = comparison.rows()
         drawn = picture(comparison, rows) if path else ""
-    except (ConfigError, WorkloadError, LedgerError) as error:
-        return refuse(error)
-    except (StalledError, DeadlockError) as error:
-        return refuse(f"a run is stuck: {error}", code=1)
-    except BrokenProcessPool:
-        return refuse("a process was ended from outside, perhaps for its memory; give fewer --jobs", code=1)
-    except KeyboardInterrupt:
-        return refuse("interrupted", code=130)
     if path:
-        try:
-            write(path, drawn)
-        except OSError as error:
-            return refuse(f"--picture {path}: {error.strerror}; give a path that can be written")
+        write_picture(path, drawn)
     if options.json:
         result = {"preset": comparison.setting.name, "limit_tokens_per_s": comparison.limit, "rows": rows}
-        print(json.dumps(result, allow_nan=False))
+        print(json.dumps(result | {"notes": notes}, allow_nan=False))
     else:
-        show(comparison, rows)
+        show(comparison, rows, notes)
     return 0
 
 
-def read(options: argparse.Namespace) -> Comparison:
-    """What was asked for, checked before anything runs."""
+def read(options: argparse.Namespace) -> tuple[Comparison, list[str]]:
+    """What was asked for, checked before anything runs, and what is assumed for it."""
     policies = chosen(options.policies)
     bounds, options.staleness = options.staleness, None
-    changes = read_changes(options)
-    if "policy" in changes:
-        raise ConfigError(f"policy={changes['policy']} contradicts --policies {options.policies}; leave one out")
-    if bounds is not None and "staleness" in changes:
-        raise ConfigError("staleness is given twice; give --staleness or staleness=, not both")
+    wanted = asked(options)
+    if bounds is not None and "staleness" in wanted.names:
+        raise ConfigError("staleness is given twice: give --staleness or staleness=, not both")
     if options.seeds < 1:
-        raise ConfigError(f"--seeds {options.seeds} is impossible; give 1 or more")
+        raise ConfigError(f"--seeds {options.seeds} is impossible: give 1 or more")
+    if bounds is not None:
+        wanted.words.append(f"staleness={min(bounds)}")
+    config, setting = read_setting(options, wanted)
     peers = [policy.name for policy in policies if policy.base != STALEFLOW.name]
-    for name, value in (("--faults ", options.faults), ("redundancy=", changes.get("redundancy", 0))):
+    for name, value in (("--faults ", options.faults), ("redundancy=", setting.redundancy)):
         if value < 0 or (value and peers):
-            raise ConfigError(f"{name}{value} is impossible for {', '.join(peers or ['any'])}; give 0, or no peers")
-    setting = read_setting(options)
-    for bound in bounds or ():
-        if bound < 0:
-            raise ConfigError(f"staleness={bound} is impossible; give 0 or more")
-    return Comparison(
+            raise ConfigError(f"{name}{value} is impossible for {', '.join(peers or ['any'])}: give 0, or no peers")
+    comparison = Comparison(
         setting,
         policies,
         bounds or [setting.staleness],
-        range(options.seed, options.seed + options.seeds),
+        range(config.seed, config.seed + options.seeds),
         tune=options.tune_split,
         faults=options.faults,
         on_run=tell,
         jobs=check_jobs(options.jobs),
     )
-
-
-def tell(what: str) -> None:
-    """On a terminal, what is being simulated, on a line that is written over."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{what}", end="\r", file=sys.stderr, flush=True)
+    return comparison, assumptions(config, setting)
 
 
 # For people
 
 
-def show(comparison: Comparison, rows: Sequence[Row]) -> None:
-    from rich.console import Console  # takes a while to load, and only tables need it
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
+def show(comparison: Comparison, rows: Sequence[Row], notes: Sequence[str]) -> None:
+    out = console()
     setting, splits = comparison.setting, "tuned for each policy" if comparison.tune else "as given"
-    console.print(
+    out.print(
         f"{setting.name}: {setting.groups} groups x {setting.group_size}, {setting.steps} steps without the start, "
         f"{len(comparison.seeds)} seeds, {setting.gpus} GPUs, split {splits}. "
         f"No-bubble limit: {comparison.limit:,.0f} tokens/s."
     )
+    for note in notes:
+        out.print(f"Note: {note}.")
     for bound in comparison.bounds:
         mine = [row for row in rows if row["staleness"] == bound]
-        console.print(speeds(bound, mine))
-        console.print(causes(bound, mine))
+        out.print(speeds(bound, mine))
+        out.print(causes(bound, mine))
 
 
 def speeds(bound: int, rows: Sequence[Row]) -> Table:
-    """How fast each is, and what of it comes at the price of age, waste or shorter replies."""
+    """How fast each is, and what of it comes at the price of age, waste or shorter responses."""
     from rich.table import Table
 
     table = Table(title=f"bound {bound}", title_justify="left")

@@ -1,6 +1,6 @@
 """``staleflow plan``: which bound, batch, length cap and split to train with, as tables, as JSON or as a picture.
 
-What cannot be planned is told in one line, with exit code 2, before anything runs or is written.
+What cannot be planned is said in one line, with exit code 2, before anything runs or is written.
 """
 
 from __future__ import annotations
@@ -8,29 +8,28 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any
 
-from staleflow.commands.compare import WIDTH, tell
-from staleflow.commands.options import (
+from staleflow.commands.common import (
+    LENGTHS,
+    Asked,
     Subparsers,
     add_jobs,
-    add_options,
+    add_simulated,
+    asked,
     check_jobs,
     check_picture,
-    read_changes,
+    console,
+    fitted,
     read_setting,
-    refuse,
-    write,
+    stuck_is_told,
+    tell,
+    write_picture,
 )
 from staleflow.errors import ConfigError
-from staleflow.observe.chart import HEIGHT, Line, chart, document, stacked
-from staleflow.protocol.ledger import LedgerError
-from staleflow.runtime.control import StalledError
-from staleflow.simulate.clock import DeadlockError
-from staleflow.simulate.presets import preset
-from staleflow.simulate.workload import WorkloadError
+from staleflow.observe.chart import HEIGHT, Curve, chart, document, stacked
+from staleflow.simulate.setting import Setting, assumptions
 from staleflow.study.law import Law, law, splits, work_of
 from staleflow.study.measured import read_run
 from staleflow.study.plan import Plan, Search, Trial, Turn, make_plan
@@ -41,7 +40,7 @@ STEPS = 10
 MEANING = {
     "training": "the trainer is always busy: more training GPUs help, or fewer tokens",
     "rollout": "the fleet is always busy: more rollout GPUs help, or fewer tokens",
-    "tail": "the longest replies set the pace: a larger bound or batch or a lower cap helps, more GPUs hardly",
+    "tail": "the longest responses set the pace: a larger bound or batch or a lower cap helps, more GPUs hardly",
 }
 
 
@@ -52,7 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Search bound, batch size, length cap and GPU split in the simulator, and recommend one setting.",
         allow_abbrev=False,
     )
-    add_options(parser)
+    add_simulated(parser)
     defaults = Search()
     parser.add_argument("--run-dir", metavar="DIR", help="a finished run: plan with its measured lengths and costs")
     parser.add_argument(
@@ -74,36 +73,18 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        path = check_picture(options.picture)
-        search = read_search(options)
-        changes = read_changes(options)
-        if "policy" in changes:
-            raise ConfigError("policy has no meaning for a plan, which is for staleflow; leave it out")
-        measured = read_run(options.run_dir) if options.run_dir else None
-        if measured and options.trace:
-            raise ConfigError("--trace and --run-dir both say how long replies are; leave one out")
-        setting = read_setting(options, measured.apply(preset(options.preset)) if measured else None)
-        if "steps" not in changes:
-            setting = replace(setting, steps=STEPS)
+    path, search, wanted = check_picture(options.picture), read_search(options), asked(options)
+    if options.run_dir:
+        setting, notes = measured_setting(options, wanted)
+    else:
+        config, setting = read_setting(options, wanted)
+        notes = assumptions(config, setting)
+    if "steps" not in wanted.names:
+        setting = replace(setting, steps=STEPS)
+    with stuck_is_told():
         plan = make_plan(setting, search, on_run=tell, jobs=check_jobs(options.jobs))
-    except (ConfigError, WorkloadError, LedgerError) as error:
-        return refuse(error)
-    except (StalledError, DeadlockError) as error:
-        return refuse(f"a run is stuck: {error}", code=1)
-    except BrokenProcessPool:
-        return refuse("a process was ended from outside, perhaps for its memory; give fewer --jobs", code=1)
-    except KeyboardInterrupt:
-        return refuse("interrupted", code=130)
     if path:
-        try:
-            write(path, draw(plan))
-        except OSError as error:
-            return refuse(f"--picture {path}: {error.strerror}; give a path that can be written")
-    notes: list[str] = []
-    if measured and measured.cost is None and not options.profile:
-        notes.append(f"{options.run_dir} has no profile.json, so engine steps cost what {options.preset} says; "
-                     "measure them with staleflow profile and give --profile")  # fmt: skip
+        write_picture(path, draw(plan))
     if options.json:
         print(json.dumps(as_json(plan) | {"notes": notes}, allow_nan=False))
     else:
@@ -111,12 +92,25 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def measured_setting(options: argparse.Namespace, wanted: Asked) -> tuple[Setting, list[str]]:
+    """A run as it was configured and measured, with changes, and what of it is assumed."""
+    if given := [name for name in ("cluster.trace", *LENGTHS) if name in wanted.names]:
+        raise ConfigError(f"{given[0]} and --run-dir both say how long responses are: leave one out")
+    run = read_run(options.run_dir)
+    setting = fitted(options, wanted, run.setting(wanted.words, wanted.source))
+    notes: list[str] = []
+    if run.cost is None and not wanted.names & {"cluster.profile", "cluster.costs"}:
+        notes.append(f"{options.run_dir} has no profile.json, so engine steps cost what its configuration says or "
+                     "suggests: measure them with staleflow profile and give --profile")  # fmt: skip
+    return setting, notes
+
+
 def read_search(options: argparse.Namespace) -> Search:
     for name in ("most_staleness", "worth"):
         if getattr(options, name) < 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name):g} is impossible; give 0 or more")
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name):g} is impossible: give 0 or more")
     if options.most_groups < 1:
-        raise ConfigError(f"--most-groups {options.most_groups} is impossible; give 1 or more")
+        raise ConfigError(f"--most-groups {options.most_groups} is impossible: give 1 or more")
     return Search(options.most_staleness, options.most_groups, worth=options.worth / 100)
 
 
@@ -170,26 +164,23 @@ def turn_json(turn: Turn) -> dict[str, Any]:
 
 
 def show(plan: Plan, notes: Sequence[str]) -> None:
-    from rich.console import Console  # takes a while to load, and only tables need it
     from rich.table import Table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
+    out = console()
     best, setting, terms = plan.best, plan.best.setting, plan.best.law
-    console.print(
+    out.print(
         f"Recommended for {plan.start.setting.name} on {plan.start.setting.gpus} GPUs: bound {setting.staleness}, "
-        f"{setting.groups} groups for each step, replies up to {setting.workload.max_tokens:,} tokens, "
+        f"{setting.groups} groups for each step, responses up to {setting.workload.max_tokens:,} tokens, "
         f"{setting.instances * setting.gpus_per_instance} rollout and {setting.training_gpus} training GPUs. "
         f"Expected: {best.tokens_per_s:,.0f} trained tokens/s, "
         f"{best.tokens_per_s / plan.start.tokens_per_s - 1:+.0%} over the setting as given."
     )
-    console.print(
+    out.print(
         f"A step takes at least {terms.train_s:,.1f} s for training, {terms.rollout_s:,.1f} s for rollout and "
-        f"{terms.tail_s:,.1f} s for its longest reply. What binds is {terms.binds}: {MEANING[terms.binds]}."
+        f"{terms.tail_s:,.1f} s for its longest response. What binds is {terms.binds}: {MEANING[terms.binds]}."
     )
     for note in notes:
-        console.print(f"Note: {note}.")
+        out.print(f"Note: {note}.")
     knobs = Table(title="what each knob is worth", title_justify="left")
     for name in ("knob", "turned to", "tokens/s", "gain", "cut off", "taken"):
         knobs.add_column(name, justify="left" if name == "knob" else "right")
@@ -197,14 +188,14 @@ def show(plan: Plan, notes: Sequence[str]) -> None:
         to = f"{turn.value:,} training GPUs" if turn.knob == "split" else f"{turn.value:,}"
         cells = (f"{turn.after.tokens_per_s:,.0f}", f"{turn.gain:+.1%}", f"{turn.after.cut:.1%}")
         knobs.add_row(turn.knob, to, *cells, "yes" if turn.taken else "no")
-    console.print(knobs)
+    out.print(knobs)
     bounds = Table(title="by bound, each with its best split", title_justify="left")
     names = ("bound", "GPUs r+t", "tokens/s", "% limit", "% law", "training s", "rollout s", "tail s", "binds", "stale")
     for name in names:
         bounds.add_column(name, justify="right")
     for trial in plan.bounds:
         bounds.add_row(*_bound(trial))
-    console.print(bounds)
+    out.print(bounds)
 
 
 def _bound(trial: Trial) -> Iterator[str]:
@@ -224,16 +215,16 @@ def draw(plan: Plan) -> str:
     """Throughput against the bound, and against the split of what is recommended; with what the law allows."""
     name, best = plan.start.setting.name, plan.best
     by_bound = [
-        Line("simulated", [(trial.setting.staleness, trial.tokens_per_s, 0) for trial in plan.bounds]),
-        Line("the law", [(trial.setting.staleness, trial.ceiling.tokens_per_s, 0) for trial in plan.bounds], True),
+        Curve("simulated", [(trial.setting.staleness, trial.tokens_per_s, 0) for trial in plan.bounds]),
+        Curve("the law", [(trial.setting.staleness, trial.ceiling.tokens_per_s, 0) for trial in plan.bounds], True),
     ]
     work = work_of(best.setting)
     streamed = best.setting.strategies.consume == "stream"
     low, high = min(best.splits), max(best.splits)
     allowed = [law(split, streamed, work) for split in splits(best.setting) if low <= split.training_gpus <= high]
     by_split = [
-        Line("simulated", [(gpus, speed, 0) for gpus, speed in sorted(best.splits.items())]),
-        Line("the law", [(each.training_gpus, each.tokens_per_s, 0) for each in reversed(allowed)], True),
+        Curve("simulated", [(gpus, speed, 0) for gpus, speed in sorted(best.splits.items())]),
+        Curve("the law", [(each.training_gpus, each.tokens_per_s, 0) for each in reversed(allowed)], True),
     ]
     title = f"bound {best.setting.staleness}, {best.setting.groups} groups: trained tokens/s against training GPUs"
     parts = [

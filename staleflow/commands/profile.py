@@ -1,6 +1,7 @@
 """``staleflow profile``: measure the engine on this machine and store the cost model that fits it.
 
 staleflow profile                                  # a tiny model, seconds
+staleflow profile run.yaml                         # the model, device and sizes of a run
 staleflow profile models/mine --device cuda --dtype bfloat16 --output mine.json --picture mine.svg
 staleflow simulate --profile mine.json             # plan with what was measured
 """
@@ -12,38 +13,39 @@ import json
 import sys
 import tempfile
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staleflow.rollout.shapes import SHAPES, write
+from staleflow.commands.common import Subparsers, add_settings, asked, tell
+from staleflow.config import Config, load
+from staleflow.config.sizes import sizes_of
+from staleflow.errors import ConfigError
+from staleflow.files import write_whole
+from staleflow.observe.chart import HEIGHT, Curve, chart, document
+from staleflow.rollout.shapes import SHAPES, llama, write
 
 if TYPE_CHECKING:
-    from staleflow.rollout.profile import Profile
+    from staleflow.rollout.fit import Profile
 
-    Subparsers = argparse._SubParsersAction[Any]  # pyright: ignore[reportPrivateUsage]
-
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Okabe and Ito's, told apart with any colour vision."""
+TINY = "tiny"
+RUNNING, CONTEXT = 64, 1024
 
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "profile",
         help="measure this machine's engine and fit the cost model",
-        description="Measure decoding steps over a grid of sequences and context, and fit the cost model to them.",
+        description="Measure decoding steps over a grid of sequences and context, and fit the cost model to them. "
+        f"Instead of CONFIG, a model folder or a shape with random weights: {', '.join(SHAPES)} (default: {TINY}).",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default="tiny",
-        help=f"a model folder in Hugging Face format, or a shape with random weights: {', '.join(SHAPES)}",
-    )
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
-    parser.add_argument("--running", type=int, default=64, metavar="N", help="most sequences (default: 64)")
-    parser.add_argument("--context", type=int, default=1024, metavar="N", help="most tokens of each (default: 1024)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of PyTorch (default: 1)")
+    add_settings(parser, TINY)
+    parser.add_argument("--device", help="cpu (default) or cuda")
+    parser.add_argument("--dtype", help="float32 (default) or bfloat16")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of PyTorch (default: 1)")
+    parser.add_argument("--running", type=int, metavar="N", help=f"most sequences (default: {RUNNING}, or CONFIG's)")
+    parser.add_argument("--context", type=int, metavar="N", help=f"most tokens of each (default: {CONTEXT})")
     parser.add_argument("--output", metavar="FILE.json", default="profile.json", help="default: profile.json")
     parser.add_argument("--picture", metavar="FILE.svg", help="points and fit, drawn; default: beside the output")
     parser.add_argument("--json", action="store_true", help="print the file instead of a table")
@@ -51,64 +53,76 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        from staleflow.rollout.builtin import EngineOptions, TorchEngine
-        from staleflow.rollout.engine import EngineError
-        from staleflow.rollout.profile import Grid, measure
-    except ModuleNotFoundError as error:
-        return _refuse(f"{error.name} is not installed: pip install 'staleflow[local]'")
-    for name in ("running", "context", "threads"):
-        if getattr(options, name) < 1:
-            return _refuse(f"--{name} is {getattr(options, name)}: give at least 1")
+    config, running, context = read(options)
     picture = options.picture or str(Path(options.output).with_suffix(".svg"))
     for path in (options.output, picture):
         if not Path(path).absolute().parent.is_dir():
-            return _refuse(f"cannot write {path}: its folder does not exist, make it first")
-    named = options.model in SHAPES
-    if not named and not Path(options.model).is_dir():
-        return _refuse(f"{options.model} is neither a folder nor one of {', '.join(SHAPES)}")
-    with tempfile.TemporaryDirectory() as made:
-        if named:
-            write(options.model, made)
-        try:
-            engine = TorchEngine(
-                made if named else options.model,
-                EngineOptions(
-                    kv_tokens=int(options.running * (options.context + 64) * 1.2),
-                    max_running=options.running,
-                    prefill_tokens=min(2048, options.context),
-                    dtype=options.dtype,
-                    device=options.device,
-                    threads=options.threads,
-                    weights="random" if named else "checkpoint",
-                ),
-            )
-            show = sys.stderr.isatty() and not options.json
-            profile = measure(engine, Grid.up_to(options.running, options.context), _tell if show else lambda _: None)
-        except (EngineError, ValueError) as error:
-            return _refuse(str(error))
+            raise ConfigError(f"cannot write {path}: its folder does not exist, make it first")
+    profile, device = measured(config, running, context, quiet=options.json)
     values = {
-        "model": options.model,
-        "device": engine.described,
-        "dtype": options.dtype,
-        "threads": options.threads,
+        "model": config.model,
+        "device": device,
+        "dtype": config.rollout.dtype,
+        "threads": config.processes.threads or 1,
         "date": time.strftime("%Y-%m-%d"),
         **profile.as_values(),
     }
     text = json.dumps(values, indent=2)
-    Path(options.output).write_text(text + "\n")
-    Path(picture).write_text(draw(profile, f"{options.model} on {engine.described}, {options.dtype}"))
+    write_whole(Path(options.output), text + "\n")
+    write_whole(Path(picture), draw(profile, f"{config.model} on {device}, {config.rollout.dtype}"))
     print(text if options.json else f"{table(profile)}\nstored in {options.output}, drawn in {picture}")
     return 0
 
 
-def _refuse(message: str) -> int:
-    print(f"staleflow: error: {message}", file=sys.stderr)
-    return 2
+def read(options: argparse.Namespace) -> tuple[Config, int, int]:
+    """What to measure, and up to how many sequences and tokens of each."""
+    for name in ("running", "context"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}: give at least 1")
+    models = [word for word in options.words if word in SHAPES or Path(word).is_dir()]
+    options.words = [word if word not in models else f"model={word}" for word in options.words]
+    wanted = asked(options)
+    words = wanted.words if wanted.source or "model" in wanted.names else [f"model={TINY}", *wanted.words]
+    config = load(wanted.source, words)
+    rollout = config.rollout
+    running = rollout.max_running if wanted.source else RUNNING
+    context = config.longest_prompt + rollout.max_tokens if wanted.source else CONTEXT
+    return config, options.running or running, options.context or context
 
 
-def _tell(progress: str) -> None:
-    print(f"\r{progress}   ", end="", file=sys.stderr, flush=True)
+def measured(config: Config, running: int, context: int, quiet: bool) -> tuple[Profile, str]:
+    """The profile, and the device in words."""
+    try:
+        from staleflow.rollout.builtin import EngineOptions, TorchEngine
+        from staleflow.rollout.profile import Grid, measure
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install 'staleflow[local]'") from None
+    rollout, random = config.rollout, not Path(config.model).is_dir()
+    with tempfile.TemporaryDirectory() as made:
+        if random:
+            write(_shape(config), made)
+        engine = TorchEngine(
+            made if random else config.model,
+            EngineOptions(
+                kv_tokens=int(running * (context + 64) * 1.2),
+                max_running=running,
+                prefill_tokens=min(2048, context),
+                dtype=rollout.dtype,
+                device=rollout.device,
+                threads=config.processes.threads or 1,
+                weights="random" if random else "checkpoint",
+            ),
+        )
+        show = sys.stderr.isatty() and not quiet
+        return measure(engine, Grid.up_to(running, context), tell if show else lambda _: None), engine.described
+
+
+def _shape(config: Config) -> str | dict[str, Any]:
+    """With random weights, which take the same time."""
+    if config.model in SHAPES:
+        return config.model
+    sizes = sizes_of(config)
+    return llama(sizes.hidden, sizes.intermediate, sizes.layers, sizes.heads, sizes.kv_heads, sizes.vocabulary)
 
 
 def table(profile: Profile) -> str:
@@ -133,48 +147,15 @@ def table(profile: Profile) -> str:
 
 def draw(profile: Profile, title: str) -> str:
     """Step time against sequences, a line for each context: points measured, lines fitted. Both axes logarithmic."""
-    from math import log10
 
-    width, height, left, bottom, top = 720, 440, 70, 50, 40
-    points = profile.points
-    groups: dict[int, list[Any]] = {}
-    for point in points:
-        groups.setdefault(round(point.context / point.running), []).append(point)
-    xs = [log10(point.running) for point in points]
-    times = [log10(1e3 * point.seconds) for point in points]
-    low, high = min(times) - 0.1, max(times) + 0.1
+    def context(point: Any) -> int:
+        return round(point.context / point.running)
 
-    def at(running: float, seconds: float) -> str:
-        x = left + (log10(running) - min(xs)) / (max(xs) - min(xs)) * (width - left - 160)
-        y = height - bottom - (log10(1e3 * seconds) - low) / (high - low) * (height - bottom - top)
-        return f"{x:.1f},{y:.1f}"
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{left}" y="22" font-size="14">{title}: decoding step, measured (dots) and fitted (lines)</text>',
-    ]
-    for running in sorted({point.running for point in points}):
-        x = at(running, 10**low / 1e3).partition(",")[0]
-        parts.append(f'<text x="{x}" y="{height - 28}" text-anchor="middle">{running}</text>')
-    for tick in _ticks(low, high):
-        y = at(points[0].running, tick / 1e3).partition(",")[2]
-        parts.append(f'<line x1="{left}" x2="{width - 160}" y1="{y}" y2="{y}" stroke="#DDD"/>')
-        parts.append(f'<text x="{left - 8}" y="{float(y) + 4:.1f}" text-anchor="end">{tick:g} ms</text>')
-    parts.append(f'<text x="{(width - 90) // 2}" y="{height - 8}" text-anchor="middle">sequences</text>')
-    for number, (context, group) in enumerate(sorted(groups.items())):
-        colour = COLOURS[number % len(COLOURS)]
-        line = " ".join(at(p.running, profile.model.step(p.running, p.context)) for p in group)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        for point in group:
-            x, _, y = at(point.running, point.seconds).partition(",")
-            parts.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>')
-        y = top + 20 + 18 * number
-        parts.append(f'<text x="{width - 150}" y="{y}" fill="{colour}">{context} tokens each</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    ticks = [10.0**power * digit for power in range(-3, 6) for digit in (1, 2, 5)]
-    return [tick for tick in ticks if 10**low <= tick <= 10**high]
+    lines: list[Curve] = []
+    for tokens, group in groupby(sorted(profile.points, key=context), context):
+        points = list(group)
+        fitted = [(each.running, 1e3 * profile.model.step(each.running, each.context), 0.0) for each in points]
+        dots = [(each.running, 1e3 * each.seconds) for each in points]
+        lines.append(Curve(f"{tokens:,} tokens each", fitted, dots=dots))
+    title = f"{title}: milliseconds of a decoding step, measured (dots) and fitted (lines)"
+    return document(chart(lines, title, "sequences", logarithmic=True), HEIGHT, title)

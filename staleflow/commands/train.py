@@ -2,7 +2,7 @@
 
 staleflow train                                   the embedded default: minutes on two CPU cores
 staleflow train laptop staleness=1 steps=40       a preset, or a file, with changes
-staleflow train --resume runs/latest              go on where a run was stopped
+staleflow train --resume runs/latest              continue where a run was stopped
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ import argparse
 import asyncio
 import json
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from staleflow.config import Config, ConfigError, check, differences, estimate, load, to_yaml
-from staleflow.coordinator.cost import CostModel
+from staleflow.commands.common import Subparsers, add_settings, asked
+from staleflow.config import Config, ConfigError, check, differences, estimate, load, this_machine
+from staleflow.config.costs import guessed
+from staleflow.config.presets import LAPTOP
 from staleflow.reward.function import BAD_REWARD
+from staleflow.run.checkpoints import Choice, newest
 from staleflow.run.directory import RunDirectory
-from staleflow.run.state import newest
+from staleflow.run.resuming import prepared, resumable
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells expect it."""
-CPU = {"bandwidth": 1e10, "flops": 4e10}
-GPU = {"bandwidth": 2e12, "flops": 4e14}
-"""Rough peaks for a first guess of what a step costs; the coordinator measures from the first step on."""
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("train", help="train a model under a staleness bound")
-    parser.add_argument("overrides", nargs="*", metavar="CONFIG | KEY=VALUE", help="a preset or a file, then changes")
-    parser.add_argument("--resume", metavar="RUN", help="go on with the run in this directory")
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("train", help="train a model under a staleness bound", allow_abbrev=False)
+    add_settings(parser, LAPTOP)
+    parser.add_argument("--resume", metavar="RUN", help="continue the run in this directory")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and the memory it needs, train nothing")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON, progress to standard error")
     parser.add_argument("--plain", action="store_true", help="one line per step instead of a live view")
@@ -38,55 +40,56 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        return _run(options)
-    except KeyboardInterrupt:
-        print("staleflow: stopped before training began, or by a second Ctrl-C", file=sys.stderr)
-        return INTERRUPTED
-    except (ValueError, OSError) as error:  # what the user can put right; anything else is our mistake
-        print(f"staleflow: error: {error}", file=sys.stderr)
-        return 2
-
-
-def _run(options: argparse.Namespace) -> int:
-    source, changes = _split(options.overrides)
+    wanted = asked(options)
     if options.resume:
-        directory, config = _resumed(Path(options.resume), source, changes)
+        directory, config = _resumed(Path(options.resume), wanted.source, wanted.words)
     else:
-        directory, config = None, load(source, changes)
-    check(config)
-    plan = estimate(config)
+        directory, config = None, wanted.config()
+    machine = this_machine()
+    needs = estimate(config, machine)
+    if options.dry_run:  # also of what does not fit, which is then refused
+        print(json.dumps(needs.facts()) if options.json else needs.text())
+    check(config, machine)
     if options.dry_run:
-        print(json.dumps(plan.facts()) if options.json else plan.text())
-        return 2 if plan.problem else 0
-    if plan.problem:
-        raise ConfigError(plan.problem)
-    checkpoint = None
-    if directory is not None:
-        checkpoint = newest(directory.checkpoints)
-        if checkpoint is None:
-            raise ConfigError(f"{directory.path} has no checkpoint to go on from: start a new run")
-        directory.config_file.write_text(to_yaml(config))
-    summary = train(config, directory, checkpoint, name=source or "laptop", plain=options.plain, quiet=options.json)
+        return 0
+    with ExitStack() as held:
+        choice = None
+        if directory is not None:
+            held.enter_context(directory.owned())
+            choice = resumable(directory, config)
+            for note in choice.notes:
+                print(f"staleflow: {note}", file=sys.stderr)
+        name = wanted.source or LAPTOP
+        summary = train(config, directory, choice, held, name=name, plain=options.plain, quiet=options.json)
     if options.json:
         print(json.dumps(summary))
     return INTERRUPTED if summary["interrupted"] else 0
 
 
 def train(
-    config: Config, directory: RunDirectory | None, checkpoint: Path | None, name: str, plain: bool, quiet: bool
+    config: Config,
+    directory: RunDirectory | None,
+    choice: Choice | None,
+    held: ExitStack,
+    name: str,
+    plain: bool,
+    quiet: bool,
 ) -> dict[str, Any]:
-    """Everything heavy happens in here."""
+    """Everything heavy happens in here. ``held``: until when a new run directory is owned."""
     from staleflow.observe.terminal import TerminalView
-    from staleflow.run.status import status_of
-    from staleflow.runtime.local.run import LocalRun, RunError
+    from staleflow.runtime.local.run import LocalRun
+    from staleflow.runtime.local.status import status_of
     from staleflow.tasks.opening import model_folder, open_task
 
     out = sys.stderr if quiet else sys.stdout
     asyncio.run(try_reward(config))
-    model = model_folder(config, lambda step, loss: _warming(step, loss, out))
-    task = open_task(config, model)
-    directory = directory or RunDirectory.create(config, Path(name).stem)
+    model = model_folder(config.model, config.cache, config.seed, lambda step, loss: _warming(step, loss, out))
+    task = open_task(config.data, model, config.seed, config.evaluation.problems)
+    checkpoint = None
+    if directory is None or choice is None:
+        directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
+    else:
+        checkpoint = prepared(directory, config, choice, task.fingerprint, model)
     print(f"run {directory.path}", file=out, flush=True)
     view = TerminalView(out, plain=plain)
 
@@ -95,11 +98,9 @@ def train(
         view.update(status)
         view.line(status)
 
-    run = LocalRun(config, directory, model, task, guess(config, model), checkpoint, show)
+    run = LocalRun(config, directory, model, task, guessed(config), checkpoint, show)
     try:
         summary = asyncio.run(run.execute())
-    except RunError as error:
-        raise ConfigError(str(error)) from None
     finally:
         view.close()
     summary |= {"interrupted": run.interrupted, "run": str(directory.path)}
@@ -110,24 +111,22 @@ def train(
 
 
 async def try_reward(config: Config) -> None:
-    """Ask for one reward before anything heavy is loaded. One that is no number would be none in every step.
+    """Ask for one reward before anything heavy is loaded. One that is not a number would not be one in any step.
 
     An exception is let pass: it may be about the empty response, and real ones are retried and reported.
     """
-    from staleflow.reward.pool import RewardPool, Settings
+    from staleflow.reward.pool import RewardPool
     from staleflow.tasks.opening import first_problem
 
     answers: asyncio.Queue[str] = asyncio.Queue()
-    settings = Settings(workers=1, timeout_s=config.reward.timeout_s)
     pool = RewardPool(
-        config.reward.function,
-        settings,
+        replace(config.reward, workers=1),
         on_reward=lambda _name, _reward: answers.put_nowait(""),
         on_failure=lambda _name, why: answers.put_nowait(why),
     )
     try:
         await pool.start()
-        pool.submit("a try", first_problem(config))
+        pool.submit("a try", first_problem(config.data, config.seed))
         why = await answers.get()
     finally:
         await pool.close()
@@ -157,33 +156,9 @@ def told(summary: dict[str, Any], directory: RunDirectory) -> str:
     if summary["seconds_to_90"] is not None:
         lines[0] += f" (90 % after {summary['seconds_to_90']:.0f} s)"
     if summary["interrupted"]:
-        lines.append(f"stopped by Ctrl-C; go on with: staleflow train --resume {directory.path}")
+        lines.append(f"stopped by Ctrl-C; continue with: staleflow train --resume {directory.path}")
     lines.append(f"model: {newest(directory.checkpoints)}")
     return "\n".join(lines)
-
-
-def guess(config: Config, model: Path) -> CostModel:
-    """What a decoding step may cost, from the model's shape."""
-    shape = json.loads((model / "config.json").read_text())
-    heads = shape["num_attention_heads"]
-    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    peaks = CPU if config.rollout.device == "cpu" else GPU
-    return CostModel.from_geometry(
-        parameters=size / 4,
-        layers=shape["num_hidden_layers"],
-        kv_heads=shape.get("num_key_value_heads") or heads,
-        head_size=shape.get("head_dim") or shape["hidden_size"] // heads,
-        bytes_per_value=4 if config.rollout.dtype == "float32" else 2,
-        **peaks,
-    )
-
-
-def _split(words: list[str]) -> tuple[str | None, list[str]]:
-    """A preset or a file comes first and has no ``=``."""
-    sources = [word for word in words if "=" not in word]
-    if len(sources) > 1:
-        raise ConfigError(f"{sources[0]!r} and {sources[1]!r} are both no key=value: give one preset or file")
-    return (sources[0] if sources else None), [word for word in words if "=" in word]
 
 
 def _resumed(path: Path, source: str | None, changes: list[str]) -> tuple[RunDirectory, Config]:

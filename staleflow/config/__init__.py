@@ -6,33 +6,30 @@ print(estimate(config).text())                  # processes and memory
 """
 
 from staleflow.config.checks import check
+from staleflow.config.cluster import ClusterOptions
 from staleflow.config.loading import load, to_yaml
 from staleflow.config.machine import Machine, this_machine
-from staleflow.config.memory import Plan, estimate
+from staleflow.config.memory import Estimate, estimate
 from staleflow.config.presets import PRESETS
-from staleflow.config.resuming import differences, fingerprint
-from staleflow.config.schema import (
-    Checkpoints,
-    Config,
-    Data,
-    Evaluation,
-    Processes,
-    Reward,
-    Rollout,
-    Training,
-)
+from staleflow.config.resuming import differences
+from staleflow.config.schema import Checkpoints, Config, Evaluation, Processes
 from staleflow.coordinator.strategies import Strategies
 from staleflow.errors import ConfigError
+from staleflow.reward.options import Reward
+from staleflow.rollout.options import Rollout
+from staleflow.tasks.options import Data
+from staleflow.training.options import Training
 
 __all__ = [
     "PRESETS",
     "Checkpoints",
+    "ClusterOptions",
     "Config",
     "ConfigError",
     "Data",
+    "Estimate",
     "Evaluation",
     "Machine",
-    "Plan",
     "Processes",
     "Reward",
     "Rollout",
@@ -41,7 +38,6 @@ __all__ = [
     "check",
     "differences",
     "estimate",
-    "fingerprint",
     "load",
     "this_machine",
     "to_yaml",

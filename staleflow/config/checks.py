@@ -4,11 +4,11 @@ data, the reward, the run directory, the memory.
     check(config)       # ConfigError with one line that says what to change
 """
 
-import importlib.util
+import importlib
 import json
 import os
-import re
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,24 +16,16 @@ from typing import Any
 from staleflow.config.machine import Machine
 from staleflow.config.memory import estimate
 from staleflow.config.rules import mismatches, refuse_values
-from staleflow.config.schema import ADDER, SMOLLM, Config
+from staleflow.config.schema import Config
 from staleflow.config.sizes import Sizes, sizes_of
 from staleflow.config.text import one_line
+from staleflow.config.trainable import refuse_names_of_nothing
 from staleflow.errors import ConfigError
+from staleflow.settings import registries
+from staleflow.tasks.options import ADDER, SMOLLM, SOURCES, Data, is_file
 from staleflow.tasks.smollm import why_not
-from staleflow.tasks.sources import columns, load_function
-from staleflow.tasks.task import TaskError
-
-FILES = (".jsonl", ".ndjson", ".parquet")
-GYM = "reasoning-gym:"
-REWARDS: dict[str, str | None] = {
-    "adder": None,
-    "exact-match": None,
-    "last-number": None,
-    "math-verify": "math_verify",
-    "reasoning-gym": "reasoning_gym",
-}
-"""The built-in rewards, and the module that each needs."""
+from staleflow.tasks.sources import columns
+from staleflow.training.options import LOSSES, Training
 
 
 def check(config: Config, machine: Machine | None = None) -> None:
@@ -50,8 +42,13 @@ def _check(config: Config, machine: Machine | None) -> None:
     for problem in mismatches(config, sizes.vocabulary):
         raise ConfigError(problem)
     _model(config, sizes)
-    _data(config)
-    _reward(config.reward.function)
+    refuse_names_of_nothing(config, sizes)
+    _data(config.data)
+    for section in (config, *(getattr(config, each.name) for each in fields(config))):
+        if is_dataclass(section):
+            for registry, name, arguments in registries(section):
+                registry.check(name, arguments)
+    _knobs(config.training)
     _writable(config.runs, "runs")
     if config.model in (ADDER, SMOLLM):
         _writable(config.cache, "cache")
@@ -95,33 +92,12 @@ def _has_chat_template(folder: Path) -> bool:
 # Data
 
 
-def _data(config: Config) -> None:
-    data = config.data
-    if data.source == ADDER:
-        return
+def _data(data: Data) -> None:
     if not data.source:
         raise ConfigError("data.source is not given: give a file, as in data.source=.../train.jsonl")
     for setting, path in (("data.source", data.source), ("data.held_out", data.held_out)):
-        if path is not None and _is_file(path):
+        if path is not None and is_file(path):
             _row(setting, path, data.prompt, data.answer)
-        elif setting == "data.held_out" and path is not None:
-            raise ConfigError(f"data.held_out={path}: the ending is not known: give a .jsonl or .parquet file")
-    if _is_file(data.source):
-        if data.arguments:
-            raise ConfigError("data.arguments are for module:function and reasoning-gym: leave them out with a file")
-    elif data.source.startswith(GYM):
-        _needs("reasoning_gym", f"data.source={data.source}")
-    elif ":" in data.source:
-        _function(data.source, "data.source")
-    else:
-        raise ConfigError(
-            f"data.source={data.source} is not known: give adder, a .jsonl or .parquet file, module:function, or "
-            f"{GYM}NAME"
-        )
-
-
-def _is_file(source: str) -> bool:
-    return Path(source).suffix.lower() in FILES
 
 
 def _row(setting: str, source: str, prompt: str, answer: str | None) -> None:
@@ -130,7 +106,7 @@ def _row(setting: str, source: str, prompt: str, answer: str | None) -> None:
     if not path.is_file():
         raise ConfigError(f"{setting}={source}: no such file: correct the path")
     if path.suffix.lower() == ".parquet":
-        _needs("pyarrow", f"{setting}={source}")
+        SOURCES.check(source, {})
         names = _parquet_columns(path)
     else:
         names = list(_first_object(setting, path))
@@ -147,7 +123,9 @@ def _first_object(setting: str, path: Path) -> Mapping[str, Any]:
         if line is None:
             raise ConfigError(f"{setting}={path}: the file is empty: name one with rows")
         row = json.loads(line)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{setting}={path} cannot be read ({error}): write one JSON object per line") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{setting}={path}: the first line is a {type(row).__name__}: write one JSON object per line")
@@ -162,36 +140,11 @@ def _parquet_columns(path: Path) -> list[str]:
         raise ConfigError(f"{path} cannot be read ({error}): give a Parquet file") from None
 
 
-# Rewards and packages
-
-
-def _reward(function: str) -> None:
-    if re.match(r"https?://", function):
-        if not re.match(r"https?://[^/\s]+", function):
-            raise ConfigError(f"reward.function={function} has no host: give an address such as http://localhost:8000")
-    elif function in REWARDS:
-        if (module := REWARDS[function]) is not None:
-            _needs(module, f"reward.function={function}")
-    elif ":" in function:
-        _function(function, "reward.function")
-    else:
-        raise ConfigError(
-            f"reward.function={function} is not known: give module:function, an http address, or one of "
-            f"{', '.join(REWARDS)}"
-        )
-
-
-def _function(spec: str, setting: str) -> None:
-    try:
-        load_function(spec, setting)
-    except TaskError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _needs(module: str, setting: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        package = module.replace("_", "-")
-        raise ConfigError(f"{setting} needs the package {package}: pip install {package}")
+def _knobs(training: Training) -> None:
+    """A loss of the user's own has those of the named knobs that its signature has; it is loaded by now."""
+    for knob in training.clip:
+        if knob not in LOSSES.knobs(training.loss):
+            raise ConfigError(f"training.loss={training.loss} has no {knob}: leave training.{knob} out")
 
 
 def _writable(folder: str, setting: str) -> None:

@@ -4,6 +4,7 @@
 
     to_config({"staleness": 1, "rollout": {"instances": 3}})
     to_config({"rollout": {"instnces": 3}})     # ConfigError: rollout.instnces is unknown: write rollout.instances
+    full_name("max_tokens")                     # rollout.max_tokens: what only one section has needs no section
 """
 
 import dataclasses
@@ -23,6 +24,18 @@ from staleflow.errors import ConfigError
 
 SECTIONS = {name: kind for name, kind in get_type_hints(Config).items() if dataclasses.is_dataclass(kind)}
 """By name, the settings that are groups of settings."""
+NAMES = [
+    name
+    for first, kind in get_type_hints(Config).items()
+    for name in ([f"{first}.{each}" for each in get_type_hints(kind)] if first in SECTIONS else [first])
+]
+"""Of every setting."""
+RENAMED = {
+    "chunk": "rollout.prefill_tokens",
+    "filter_uniform": "filter: write filter=no-signal, or filter=none",
+    "policy": "the option --policy of simulate, or --policies of compare",
+}
+"""Names that settings once had, and what they are now."""
 
 
 def to_config(tree: Mapping[str, Any]) -> Config:
@@ -38,13 +51,16 @@ def to_config(tree: Mapping[str, Any]) -> Config:
 
 def _at_home(config: Config) -> Config:
     """With paths that begin with ``~`` written out: a shell does not do that behind an equals sign."""
-    data = config.data
-    held_out = None if data.held_out is None else os.path.expanduser(data.held_out)
     return dataclasses.replace(
-        config,
-        **{name: os.path.expanduser(getattr(config, name)) for name in ("model", "runs", "cache")},
-        data=dataclasses.replace(data, source=os.path.expanduser(data.source), held_out=held_out),
+        _expanded(config, "model", "runs", "cache"),
+        data=_expanded(config.data, "source", "held_out"),
+        cluster=_expanded(config.cluster, "trace", "profile"),
     )
+
+
+def _expanded(section: Any, *names: str) -> Any:
+    given = {name: getattr(section, name) for name in names}
+    return dataclasses.replace(section, **{name: value and os.path.expanduser(value) for name, value in given.items()})
 
 
 def to_tree(config: Config) -> dict[str, Any]:
@@ -71,8 +87,20 @@ def type_of(dotted: str) -> Any:
     return hints[name if dot else section]
 
 
+def full_name(name: str) -> str:
+    """With its section, which may be left out on a command line where no other section has a setting of this name."""
+    found = [each for each in NAMES if each.endswith(f".{name}")]
+    if "." in name or name in NAMES or not found:
+        return name
+    if len(found) > 1:
+        raise ConfigError(f"{name} may be {' or '.join(found)}: write one of them")
+    return found[0]
+
+
 def unknown(dotted: str) -> str:
-    names = [*SECTIONS, *(name for name, _ in leaves(to_tree(Config())))]
+    if dotted in RENAMED:
+        return f"{dotted} is now {RENAMED[dotted]}"
+    names = [*SECTIONS, *NAMES]
     last = dotted.rpartition(".")[2]
     near = difflib.get_close_matches(dotted, names, n=1, cutoff=0.7)
     near = near or [name for name in names if name.rpartition(".")[2] == last]

@@ -1,7 +1,7 @@
 """Where a configuration comes from: a preset, a file, and ``key=value`` on the command line, in this order.
 
 A file is YAML or TOML. It may name the preset that it changes (``preset: one-gpu``). Where none is named, the embedded
-model starts from ``laptop`` and any other from the plain defaults::
+model starts from ``laptop`` and any other from the plain defaults. Of a name given twice, the last counts::
 
     load(None, ["staleness=1", "training.learning_rate=1e-4"])
     load("one-gpu", ["model=models/qwen", "data.source=train.jsonl"])
@@ -12,13 +12,13 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
-from staleflow.config.convert import SECTIONS, to_config, to_tree, type_of, unknown, wanted
+from staleflow.config.convert import SECTIONS, full_name, to_config, to_tree, type_of, unknown, wanted
 from staleflow.config.presets import LAPTOP, PLAIN, PRESETS, Tree
-from staleflow.config.schema import ADDER, Config
+from staleflow.config.schema import Config
 from staleflow.config.text import one_line, parse, render, short
 from staleflow.errors import ConfigError
 
@@ -27,21 +27,26 @@ OF_SOURCE = ("source", "arguments", "held_out", "held_out_count")
 """Settings of data that mean nothing for another source."""
 
 
-def load(source: str | None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a run. Whatever is wrong raises ``ConfigError`` with one line; nothing heavy is imported."""
+def load(source: str | None, overrides: Sequence[str] = (), default: str = LAPTOP) -> Config:
+    """The configuration of a run; ``default`` is the preset where there is no source.
+
+    Whatever is wrong raises ``ConfigError`` with one line; nothing heavy is imported.
+    """
     try:
-        return _loaded(source, overrides)
+        return _loaded(source, overrides, default)
     except ConfigError as error:
         raise ConfigError(one_line(error)) from None
     except RecursionError:
-        raise ConfigError("a value contains itself: write it out, without an alias") from None
+        raise ConfigError("values are nested too deeply: write them flat") from None
 
 
-def _loaded(source: str | None, overrides: Sequence[str]) -> Config:
+def _loaded(source: str | None, overrides: Sequence[str], default: str) -> Config:
     name, given = (source, {}) if source in PRESETS else (None, _file(source) if source is not None else {})
     name = given.pop("preset", None) or name
     if name is None:
-        name = LAPTOP if _with(given, overrides).get("model", ADDER) == ADDER else PLAIN
+        name = default if source is None else LAPTOP
+        model = PRESETS[name]["model"]
+        name = name if _with(given, overrides).get("model", model) == model else PLAIN
     try:
         return to_config(_with(_merged(_preset(name), given), overrides))
     except ConfigError as error:
@@ -80,7 +85,7 @@ def _not_there(source: str, path: Path) -> str:
     if path.suffix.lower() in ENDINGS:
         return f"{source}: no such file: correct the path, or name a preset: {', '.join(PRESETS)}"
     if "=" in source:
-        return f"{source} is no file: settings come after it, as in: laptop {source}"
+        return f"{source} is not a file: settings come after it, as in: laptop {source}"
     if path.exists():
         return f"{source}: its ending is not known: name a .yaml or .toml file"
     near = difflib.get_close_matches(source, PRESETS, n=1)
@@ -123,9 +128,9 @@ def _without_source(data: Any, source: Any) -> Any:
 
 def _override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
-    key = key.strip()
+    key = full_name(key.strip())
     if not equals or not key:
-        raise ConfigError(f"{text} is no setting: write key=value, such as staleness=1")
+        raise ConfigError(f"{text} is not a setting: write key=value, such as staleness=1")
     if key == "preset":
         raise ConfigError(f"{text}: name the preset before the settings, without preset=")
     if key in SECTIONS:
@@ -138,12 +143,12 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def _put(tree: Tree, dotted: str, value: Any) -> None:
-    """Set one setting. Beyond its name, the path goes on inside its value: ``data.arguments.digits``."""
+    """Set one setting. Beyond its name, the path continues inside its value: ``data.arguments.digits``."""
     section, *rest = dotted.split(".")
     if section not in SECTIONS:
-        if rest:
+        if rest[1:] or (rest and "dict" not in str(get_type_hints(Config).get(section))):
             raise ConfigError(unknown(dotted))
-        tree[section] = _as_text(section, value)
+        tree[section] = {**_copy(tree, section, dotted), rest[0]: value} if rest else _as_text(section, value)
         return
     name, *inside = rest
     kind = type_of(f"{section}.{name}")
@@ -168,7 +173,7 @@ def _copy(place: Tree, name: str, dotted: str) -> Tree:
 
 def _as_text(dotted: str, value: Any) -> Any:
     """A folder may be called 7 and a system message may be a number: where only a text fits, it is one."""
-    return str(value) if type_of(dotted) is str and type(value) in (int, float) else value
+    return str(value) if type_of(dotted) in (str, str | None) and type(value) in (int, float) else value
 
 
 def _merged(base: Tree, given: Tree) -> Tree:

@@ -28,10 +28,10 @@ def cores() -> int:
 
 
 def this_machine() -> Machine:
-    return Machine(cores(), _memory(), _gpus())
+    return Machine(cores(), free_memory(), _gpus())
 
 
-def _memory() -> int:
+def free_memory() -> int:
     """What is available, or what the control group still allows if that is less."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

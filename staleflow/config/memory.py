@@ -1,14 +1,15 @@
 """What a run will need, before it starts: processes, threads, memory by role, against what the machine has.
 
-    plan = estimate(config)
-    print(plan.text())
-    plan.problem            # None, or the line that refuses the run
+    needs = estimate(config)
+    print(needs.text())
+    needs.problem           # None, or the line that refuses the run
 
 A pure function of the configuration, the model's sizes and the machine. Weights, optimiser, KV memory and payload are
 exact; activations and what PyTorch itself takes are estimates, and are marked so.
 """
 
 from dataclasses import asdict, dataclass
+from math import ceil
 from typing import Any
 
 from staleflow.config.machine import Machine, this_machine
@@ -28,6 +29,8 @@ LOGITS = 2**30
 """Of the trainer on a GPU, at a time."""
 PAYLOAD_BYTES = 8
 """A token and its log-probability."""
+TRAJECTORY_SHARE = 4
+"""The trajectory server takes at most one part in so many of the free memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Estimate:
     config: Config
     sizes: Sizes
     machine: Machine
@@ -74,6 +77,12 @@ class Plan:
     @property
     def problem(self) -> str | None:
         """Why the run does not fit, in one line with the fix; None if it does."""
+        limit, least = trajectory_bytes(self.config, self.machine.memory), self.config.groups * _group(self.config)
+        if limit < least:
+            return (
+                f"processes.trajectory_gib={self.config.processes.trajectory_gib:g} cannot hold one step of "
+                f"groups={self.config.groups}: give {ceil(least / 2**30 * 1000) / 1000:g} or more, or leave it out"
+            )
         for device in self.devices:
             has = self._has(device)
             if has is None:
@@ -109,6 +118,7 @@ class Plan:
             "reward_workers": self.config.reward.workers,
             "threads": self.threads,
             "cores": self.machine.cores,
+            "trajectory_bytes": trajectory_bytes(self.config, self.machine.memory),
             "parts": [{**asdict(part), "total": part.total} for part in self.parts],
             "needed": {device: self.needed(device) for device in self.devices},
             "free": {device: self._has(device) for device in self.devices},
@@ -124,6 +134,7 @@ class Plan:
             f"processes  control plane, 1 trainer on {config.training.device}, {rollout.instances} instances on "
             f"{rollout.device}, 1 evaluator, {config.reward.workers} for rewards",
             f"threads    {self.threads} per compute process, {self.machine.cores} cores",
+            f"limit      {gigabytes(trajectory_bytes(config, self.machine.memory))} of prompts and responses",
             "",
         ]
         rows = [(part.role, part.what, part.device, gigabytes(part.total)) for part in self.parts]
@@ -138,11 +149,26 @@ class Plan:
         return "\n".join(lines)
 
 
-def estimate(config: Config, machine: Machine | None = None) -> Plan:
-    """The plan of a run on this machine, or on another. ``ConfigError`` if the model is not there."""
+def estimate(config: Config, machine: Machine | None = None) -> Estimate:
+    """What a run needs on this machine, or on another. ``ConfigError`` if the model is not there."""
     sizes = sizes_of(config)
-    parts = (*_rollout(config, sizes), *_trainer(config, sizes), *_rest(config, sizes))
-    return Plan(config, sizes, machine or this_machine(), parts)
+    machine = machine or this_machine()
+    limit = trajectory_bytes(config, machine.memory)
+    parts = (*_rollout(config, sizes), *_trainer(config, sizes), *_rest(config, sizes, limit))
+    return Estimate(config, sizes, machine, parts)
+
+
+def trajectory_bytes(config: Config, free: int) -> int:
+    """The memory limit of the trajectory server: as configured, or a share of what is free, but never so little that
+    no step could be complete."""
+    if config.processes.trajectory_gib is not None:
+        return int(config.processes.trajectory_gib * 2**30)
+    return max(free // TRAJECTORY_SHARE, config.groups * _group(config))
+
+
+def _group(config: Config) -> int:
+    """Bytes of one group at worst."""
+    return config.members * config.rollout.max_tokens * PAYLOAD_BYTES + config.longest_prompt * 4
 
 
 def _rollout(config: Config, sizes: Sizes) -> list[Part]:
@@ -180,15 +206,14 @@ def _trainer(config: Config, sizes: Sizes) -> list[Part]:
     return [*parts, *_process("trainer", device, 1)]
 
 
-def _rest(config: Config, sizes: Sizes) -> list[Part]:
+def _rest(config: Config, sizes: Sizes, limit: int) -> list[Part]:
     groups = (config.staleness + 1) * (config.groups + config.redundancy)
     adapters = sizes.adapters(config.training.lora_rank, config.training.lora_targets)
     trained = adapters if config.training.lora_rank else sizes.parameters
     version = BYTES[config.rollout.dtype] * sizes.parameters + (12 * trained if config.processes.standby else 0)
-    tokens = groups * (config.members * config.rollout.max_tokens * PAYLOAD_BYTES + config.longest_prompt * 4)
     return [
         Part("parameters", "two versions in shared memory", version, count=2),
-        Part("trajectories", "tokens, at most", tokens),
+        Part("trajectories", "tokens, at most", min(limit, groups * _group(config))),
         Part("rewards", "workers, about", WORKER, count=config.reward.workers),
         Part("control", "process, about", CONTROL),
     ]

@@ -1,19 +1,12 @@
 """Which settings a resumed run may change, and which would make it another run."""
 
-import hashlib
-import json
 from typing import Any
 
 from staleflow.config.convert import leaves, to_tree
 from staleflow.config.schema import Config
 
 FREE = ("runs", "cache", "steps", "stop_at")
-FREE_SECTIONS = ("processes", "evaluation", "checkpoints")
-
-
-def fingerprint(config: Config) -> str:
-    """Of everything that changes what is trained."""
-    return hashlib.blake2b(json.dumps(trained(config), sort_keys=True).encode(), digest_size=8).hexdigest()
+FREE_SECTIONS = ("processes", "evaluation", "checkpoints", "cluster")
 
 
 def trained(config: Config) -> dict[str, Any]:

@@ -4,18 +4,16 @@ sizes = sizes_of(config)        # ConfigError if there is no such model
 sizes.parameters, sizes.kv_bytes(2)
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from staleflow.config.schema import ADDER, SMOLLM, Config
+from staleflow.config.schema import Config
 from staleflow.errors import ConfigError
+from staleflow.model_json import read_json, unsupported
 from staleflow.rollout.shapes import SHAPES
 from staleflow.tasks.adder import VOCABULARY, Shape
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""What the built-in engine runs."""
+from staleflow.tasks.options import ADDER, SMOLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,34 +74,20 @@ def sizes_of(config: Config) -> Sizes:
         return Sizes(*widths, len(VOCABULARY), shape.positions, tied=False, family="llama")
     if config.model == SMOLLM:
         return _read("smollm2-135m", SHAPES["smollm-135m"])
-    return _read(*_config_json(config.model))
-
-
-def _config_json(model: str) -> tuple[str, dict[str, Any]]:
-    folder = Path(model)
-    if not folder.is_dir():
+    path = Path(config.model) / "config.json"
+    if not path.parent.is_dir():
         raise ConfigError(
-            f"model={model}: no such folder: give adder, smollm2-135m, or a folder in Hugging Face format"
+            f"model={config.model}: no such folder: give adder, smollm2-135m, or a folder in Hugging Face format"
         )
-    path = folder / "config.json"
     if not path.is_file():
-        raise ConfigError(f"model={model}: the folder has no config.json: give one in Hugging Face format")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}): write the model again") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no settings of a model: write the model again")
-    return str(path), found
+        raise ConfigError(f"model={config.model}: the folder has no config.json: give one in Hugging Face format")
+    found = read_json(path)
+    if config.rollout.engine == "builtin" and (problem := unsupported(path, found.get("model_type"))) is not None:
+        raise ConfigError(problem)
+    return _read(str(path), found)
 
 
 def _read(where: str, found: dict[str, Any]) -> Sizes:
-    family = found.get("model_type")
-    if family not in FAMILIES:
-        raise ConfigError(
-            f"{where}: model_type {family!r} is not supported by the built-in engine: use one of {', '.join(FAMILIES)}"
-        )
-
     def number(*names: str) -> int:
         for name in names:
             value = found.get(name)
@@ -122,5 +106,5 @@ def _read(where: str, found: dict[str, Any]) -> Sizes:
         vocabulary=number("vocab_size"),
         positions=number("max_position_embeddings"),
         tied=bool(found.get("tie_word_embeddings", False)),
-        family=family,
+        family=str(found.get("model_type")),
     )

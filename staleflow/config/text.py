@@ -28,9 +28,14 @@ for _tag, _pattern, _first in SCALARS:
     for _letter in _first:
         RESOLVERS.setdefault("" if _letter == "\0" else _letter, []).append((_tag, re.compile(f"^(?:{_pattern})$")))
 
+LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 MISREAD = re.compile(r"^(?:y|n|yes|no|on|off)$", re.IGNORECASE)
 OTHERS = {letter: [*RESOLVERS.get(letter, []), (SCALARS[0][0], MISREAD)] for letter in "yYnNoO"}
 """Words that a reader of YAML 1.1 takes for true or false: written in quotes."""
+
+
+MOST_VALUES = 100_000
+"""A configuration has some dozens."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -51,15 +56,42 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """In double quotes, with an escape, where a reader would take a character for the end of a line."""
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if LINE_ENDS.search(data) else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
 
 def parse(text: str) -> Any:
-    """The value that the text says. What is no YAML raises ``ValueError`` with one line that says where."""
+    """The value that the text says. What is not YAML raises ``ValueError`` with one line that says where."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        if (node := loader.get_single_node()) is None:
+            return None
+        _written_out(node, {})
+        return loader.construct_document(node)
+    except RecursionError:
+        raise ValueError("values are nested too deeply: write them flat") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
         raise ValueError(where + one_line(getattr(error, "problem", None) or error)) from None
+
+
+def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values the node has with every alias written out. A few lines of aliases can stand for any number."""
+    if (size := known.get(id(node))) == 0:
+        raise ValueError("a value contains itself: write it out, without an alias")
+    if size is None:
+        known[id(node)] = 0
+        inside = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = (part for each in inside for part in (each if isinstance(each, tuple) else (each,)))
+        size = known[id(node)] = 1 + sum(_written_out(each, known) for each in parts)
+        if size > MOST_VALUES:
+            raise ValueError(f"its aliases stand for more than {MOST_VALUES:,} values: write out what is meant")
+    return size
 
 
 def render(tree: Any) -> str:
@@ -78,4 +110,6 @@ def short(value: Any) -> str:
 
 
 def render_flow(value: Any) -> str:
-    return yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+    """On one line, as it stands behind an equals sign."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+    return text.removesuffix("...\n").removesuffix("\n")

@@ -56,7 +56,7 @@ class CostModel:
         )
 
     def scaled(self, factor: float) -> CostModel:
-        """The model of a machine on which every step takes so many times as long."""
+        """The model of a machine on which every step takes ``factor`` times as long."""
         return CostModel(*(factor * getattr(self, name) for name in CostModel.__slots__))
 
     def step(self, running: int, context: int, prefill: int = 0) -> float:

@@ -43,7 +43,7 @@ def fitting_mu(situation: Situation, mu: float) -> float | None:
 
 
 def gain_at(cost: CostModel, running: float, prompt: int, grown: float) -> float:
-    """What the last of so many sequences gains, as a share of what it would gain on an empty instance."""
+    """What the last of ``running`` sequences gains, as a share of what it would gain on an empty instance."""
     before = max(0, int(running) - 1)
     context = int(before * (prompt + grown))
     gain = cost.throughput(before + 1, context + prompt) - cost.throughput(before, context)

@@ -13,7 +13,7 @@ was. Use::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from staleflow.coordinator.crowding import fitting_mu
 from staleflow.coordinator.levelling import level
 from staleflow.coordinator.migration import migrate
 from staleflow.coordinator.routing import route
-from staleflow.coordinator.situation import Abort, Command, Interrupt, Pull, Situation, Truncate
+from staleflow.coordinator.situation import Abort, Command, Interrupt, Pull, Route, Situation, Truncate
 from staleflow.coordinator.strategies import Strategies
 from staleflow.coordinator.synchronisation import synchronise
 from staleflow.coordinator.tail import end_tail
@@ -59,6 +59,16 @@ def decide(situation: Situation, strategies: Strategies) -> Decision:
     return Decision(commands, _inputs(situation, strategies, commands))
 
 
+def plain(commands: Iterable[Command]) -> list[list[Any]]:
+    """Commands as JSON-able data: the kind of each and its fields, in order."""
+    return [
+        ["Route", *command]
+        if isinstance(command, Route)
+        else [type(command).__name__, *(getattr(command, name) for name in command.__slots__)]
+        for command in commands
+    ]
+
+
 def _fitting(situation: Situation, strategies: Strategies) -> Strategies:
     """With ``adapt``, as full as the run's own lengths and pace ask for; as configured until these are known."""
     mu = fitting_mu(situation, strategies.mu) if strategies.adapt else None
@@ -75,7 +85,7 @@ def _with_pulls(situation: Situation, pulls: Sequence[Pull]) -> Situation:
 
 
 def _ended(situation: Situation, ends: Sequence[Abort | Truncate]) -> set[str]:
-    """The trajectories on instances, or waited for, that will not go on."""
+    """The trajectories on instances, or waited for, that will not continue there."""
     aborted = {end.group for end in ends if isinstance(end, Abort)}
     truncated = {end.trajectory for end in ends if isinstance(end, Truncate)}
     residents = situation.blockers + situation.thrashing
@@ -92,7 +102,7 @@ def _inputs(situation: Situation, strategies: Strategies, commands: Sequence[Com
         "newest": situation.newest,
         "room": {str(version): room for version, room in sorted(situation.room.items())},
         "queued": len(situation.queue),
-        "fresh": len(situation.queue) - situation.started,
+        "fresh": len(situation.queue) - situation.reserved,
         "instances": len(fleet.names),
         "alive": int(fleet.alive.sum()),
         "pulling": int(fleet.pulling.sum()),

@@ -3,7 +3,7 @@
 A step waits for the slowest of its long trajectories, and how fast one decodes depends on the contexts beside it.
 Nobody knows at the start what will become long, so some instances end up with far more context than others. To even
 that out costs a prefill for everything that moves, except at one moment: an instance that pulls prefills all it holds
-again, and that is no dearer elsewhere.
+again, and that costs no more elsewhere.
 
 So among the instances that pull now, the one with the most context gives a trajectory to the one with the least, and so
 on, until the two are nearly even or no trajectory would bring them closer. Only large ones move: there are few of them,

@@ -1,4 +1,4 @@
-"""Which trajectories come back to the server, to go on elsewhere, because something waits for them or they for memory.
+"""Which trajectories come back to the server, to continue elsewhere: something waits for them, or they for memory.
 
 Two reasons, and both move single trajectories, never a whole replica:
 
@@ -21,12 +21,10 @@ moved ``max_moves`` times stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from staleflow.coordinator.situation import Fleet, Interrupt, Ints, Resident, Situation
-from staleflow.coordinator.strategies import Strategies
+from staleflow.coordinator.strategies import MIGRATION, Strategies
 
 MOST_MOVES = 4
 """Blockers moved in one call: each move changes what the next would gain, and the next call will see it."""
@@ -44,16 +42,9 @@ def off(situation: Situation, strategies: Strategies) -> list[Interrupt]:  # noq
     return []
 
 
-MIGRATION: dict[str, Callable[[Situation, Strategies], list[Interrupt]]] = {
-    "gain": gain,
-    "blocked": gain,  # it is levelling that makes the difference
-    "off": off,
-}
-
-
 def migrate(situation: Situation, strategies: Strategies) -> list[Interrupt]:
     """The interrupts by the configured mode."""
-    return MIGRATION[strategies.migration](situation, strategies)
+    return MIGRATION.load(strategies.migration)(situation, strategies, **strategies.migration_arguments)
 
 
 def _relieve(situation: Situation, strategies: Strategies, fleet: Fleet) -> list[Interrupt]:

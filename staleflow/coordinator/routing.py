@@ -13,13 +13,12 @@ Whatever rule picks the instance, every route keeps these promises:
 The rules: ``waterfall`` takes the largest marginal gain for what is fresh and the fastest instance for what is started,
 ``least_loaded`` the fewest running, ``round_robin`` the instance that was not used for longest::
 
-    routes = ROUTING[strategies.routing](situation, strategies)
+    routes = route(situation, strategies)
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
 from math import inf
 from typing import Protocol
 
@@ -27,7 +26,7 @@ import numpy as np
 
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.situation import Bools, Fleet, Floats, Queued, Route, Situation
-from staleflow.coordinator.strategies import Strategies
+from staleflow.coordinator.strategies import ROUTING, Strategies
 
 
 def waterfall(situation: Situation, strategies: Strategies) -> list[Route]:
@@ -52,16 +51,9 @@ def round_robin(situation: Situation, strategies: Strategies) -> list[Route]:
     return _Filling(situation, fleet, strategies.headroom, _Turns(len(fleet.names), situation.turn)).run()
 
 
-ROUTING: dict[str, Callable[[Situation, Strategies], list[Route]]] = {
-    "waterfall": waterfall,
-    "least_loaded": least_loaded,
-    "round_robin": round_robin,
-}
-
-
 def route(situation: Situation, strategies: Strategies) -> list[Route]:
     """The routes by the configured rule."""
-    return ROUTING[strategies.routing](situation, strategies)
+    return ROUTING.load(strategies.routing)(situation, strategies, **strategies.routing_arguments)
 
 
 class _Rule(Protocol):
@@ -195,7 +187,7 @@ class _Filling:
         self.queue = situation.queue if fleet.names else []
         self.fleet, self.headroom, self.rule = fleet, headroom, rule
         self.room = dict(situation.room)
-        self.started: dict[str, int] = {}
+        self.reserved: dict[str, int] = {}
         """The version that this call starts a fresh group with."""
         self.closed = ~fleet.alive | (fleet.waiting > 0) | (fleet.running + fleet.waiting >= fleet.max_running)
         self.claimed = False
@@ -207,7 +199,7 @@ class _Filling:
         at = 0
         while at < len(self.queue):
             item = self.queue[at]
-            version = self.started.get(item.group) if item.version is None else item.version
+            version = self.reserved.get(item.group) if item.version is None else item.version
             level = self._level(version)
             if item.context < level.failed and self._place(item, version, level):
                 at += 1
@@ -288,7 +280,7 @@ class _Filling:
     def _start(self, group: str, version: int, fresh: _Level) -> None:
         """Use one place. A group due by some deadline takes a place from every later one, and from an earlier one
         only if that had as many left: room is the fewest places left up to any deadline from the version's on."""
-        self.started[group] = version
+        self.reserved[group] = version
         left = self.room[version] - 1
         for held, room in self.room.items():
             self.room[held] = room - 1 if held >= version else min(room, left)

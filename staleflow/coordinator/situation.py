@@ -116,7 +116,7 @@ class Queued(NamedTuple):
     context: int
     """Tokens to be prefilled: prompt and what was generated so far."""
     version: int | None
-    """The version its group is reserved with; None if the group is not started (fresh)."""
+    """The version its group is reserved with; None if the group is not reserved (fresh)."""
 
     @property
     def level(self) -> float:
@@ -150,7 +150,7 @@ class Pace:
     mean_tokens: float = 0.0
     """Output tokens of a finished trajectory."""
     grown_tokens: float = 0.0
-    """Output tokens that a running trajectory has, in the mean over time: long ones run for longer."""
+    """Output tokens that a running trajectory has, on average over time: long ones run for longer."""
     longest_tokens: float = 0.0
     """Output tokens of the longest trajectory started under a version."""
 
@@ -162,7 +162,7 @@ class Situation:
     """The newest version that instances can pull."""
     fleet: Fleet
     queue: list[Queued]
-    """Started groups first, oldest version first; then fresh groups in the order of admission. Members of a group are
+    """Reserved groups first, oldest version first; then fresh groups in the order of admission. Members of a group are
     next to each other."""
     room: dict[int, int]
     """For each version that an instance holds or could pull: how many more groups the ledger would admit."""
@@ -183,11 +183,11 @@ class Situation:
     blocked_since: float | None = None
     """Since when the open step has had nothing else to wait for than the blockers."""
     turn: int = 0
-    """Trajectories routed so far: where round robin goes on."""
+    """Trajectories routed so far: where round robin continues."""
 
     @property
-    def started(self) -> int:
-        """How many of the queue belong to started groups; the fresh ones come after them."""
+    def reserved(self) -> int:
+        """How many of the queue belong to reserved groups; the fresh ones come after them."""
         return bisect_left(self.queue, inf, key=lambda item: item.level)
 
 

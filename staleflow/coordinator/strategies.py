@@ -1,57 +1,88 @@
-"""Which strategies to use and how they are tuned: typed, frozen, and refused at start when contradictory."""
+"""Which strategies to use and how they are tuned: typed, frozen, and refused at start when contradictory.
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_type_hints
+A strategy is a pure function ``strategy(situation, strategies, **arguments)`` that returns commands: routes, pulls,
+interrupts, or aborts and truncations. What it must keep to stands in the module of its built-in ones.
+"""
 
-from staleflow.errors import ConfigError
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from staleflow.registry import Entry, Registry
+from staleflow.settings import Limits, Section, Share
 
 Consume = Literal["stream", "batch"]
-Routing = Literal["waterfall", "least_loaded", "round_robin"]
-Synchronisation = Literal["gain", "greedy", "starved"]
-Migration = Literal["gain", "blocked", "off"]
-Tail = Literal["wait", "replace", "truncate"]
+TAKES = ("situation", "strategies")
+LARGE = 10**9
+
+ROUTING = Registry(
+    "strategies.routing",
+    {
+        "waterfall": Entry("staleflow.coordinator.routing:waterfall"),
+        "least_loaded": Entry("staleflow.coordinator.routing:least_loaded"),
+        "round_robin": Entry("staleflow.coordinator.routing:round_robin"),
+    },
+    TAKES,
+)
+SYNCHRONISATION = Registry(
+    "strategies.synchronisation",
+    {
+        "gain": Entry("staleflow.coordinator.synchronisation:gain"),
+        "greedy": Entry("staleflow.coordinator.synchronisation:greedy"),
+        "starved": Entry("staleflow.coordinator.synchronisation:starved"),
+    },
+    TAKES,
+)
+MIGRATION = Registry(
+    "strategies.migration",
+    {
+        "gain": Entry("staleflow.coordinator.migration:gain"),
+        "blocked": Entry("staleflow.coordinator.migration:gain"),  # it is levelling that makes the difference
+        "off": Entry("staleflow.coordinator.migration:off"),
+    },
+    TAKES,
+)
+TAIL = Registry(
+    "strategies.tail",
+    {
+        "wait": Entry("staleflow.coordinator.tail:wait"),
+        "replace": Entry("staleflow.coordinator.tail:replace"),
+        "truncate": Entry("staleflow.coordinator.tail:truncate"),
+    },
+    TAKES,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Strategies:
+class Strategies(Section):
     consume: Consume = "stream"
-    routing: Routing = "waterfall"
-    synchronisation: Synchronisation = "greedy"
-    migration: Migration = "gain"
-    """``blocked`` moves only what is waited for or waits for memory; ``gain`` also evens contexts out at pulls."""
-    tail: Tail = "wait"
-    mu: float = 0.3
+    """``stream``: groups are trained as they become complete; ``batch``: a step when all of its groups are."""
+    routing: Annotated[str, ROUTING] = "waterfall"
+    """``waterfall``, ``least_loaded``, ``round_robin``, or ``module:function``."""
+    synchronisation: Annotated[str, SYNCHRONISATION] = "greedy"
+    """``greedy``, ``gain``, ``starved``, or ``module:function``."""
+    migration: Annotated[str, MIGRATION] = "gain"
+    """``blocked`` moves only what is waited for or waits for memory; ``gain`` also evens contexts out at pulls;
+    ``off``, or ``module:function``."""
+    tail: Annotated[str, TAIL] = "wait"
+    """``wait``, ``replace``, ``truncate``, or ``module:function``."""
+    routing_arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Given to ``module:function``."""
+    synchronisation_arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+    migration_arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+    tail_arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+    mu: Share = 0.3
     """Waterfall: the least marginal gain worth having, as a share of what an empty instance would gain."""
     adapt: bool = True
     """Waterfall: derive mu from the run's own lengths as soon as they are known; until then it is the one given."""
-    headroom: int = 256
+    headroom: Annotated[int, Limits(0, LARGE)] = 256
     """Tokens of KV memory kept free for each placed trajectory to grow into."""
-    horizon: float = 0.1
+    horizon: Annotated[float, Limits(0, 100)] = 0.1
     """Gain: how far a pull must pay off, as a share of the time between two versions."""
-    tail_groups: int = 4
-    """Tail: act only when the open step waits for at most so many groups."""
-    tail_patience: float = 0.5
-    """Tail and migration: wait for so much of the time between two versions before acting."""
-    migration_speedup: float = 1.5
-    """Migration: move a trajectory only to an instance that decodes it at least so much faster."""
-    max_moves: int = 2
+    tail_groups: Annotated[int, Limits(0, LARGE)] = 4
+    """Tail: act only when the open step waits for at most this many groups."""
+    tail_patience: Annotated[float, Limits(0, LARGE)] = 0.5
+    """Tail and migration: wait for this share of the time between two versions before acting."""
+    migration_speedup: Annotated[float, Limits(1, LARGE)] = 1.5
+    """Migration: move a trajectory only to an instance that decodes it at least this much faster."""
+    max_moves: Annotated[int, Limits(0, LARGE)] = 2
     """Migration: how often one trajectory may be moved."""
-
-    def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for entry in fields(self):
-            value, choices = getattr(self, entry.name), get_args(hints[entry.name])
-            if choices and value not in choices:
-                raise ConfigError(f"{entry.name}={value} is unknown; choose one of {', '.join(choices)}")
-        for name, least, most in (
-            ("mu", 0.0, 1.0),
-            ("headroom", 0, 10**9),
-            ("horizon", 0.0, 100.0),
-            ("tail_groups", 0, 10**9),
-            ("tail_patience", 0.0, 1e9),
-            ("migration_speedup", 1.0, 1e9),
-            ("max_moves", 0, 10**9),
-        ):
-            value: Any = getattr(self, name)
-            if not least <= value <= most:
-                raise ConfigError(f"{name}={value} is out of range; give a number from {least:g} to {most:g}")

@@ -19,13 +19,12 @@ any work is routed, so that the work spreads over all that pull.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
 from math import inf
 
 import numpy as np
 
 from staleflow.coordinator.situation import Bools, Floats, Ints, Pull, Situation
-from staleflow.coordinator.strategies import Strategies
+from staleflow.coordinator.strategies import SYNCHRONISATION, Strategies
 
 PULLS_IN_HORIZON = 4.0
 """The horizon in pulls while the time between two versions is unknown."""
@@ -46,16 +45,11 @@ def gain(situation: Situation, strategies: Strategies) -> list[Pull]:
     return _pulls(situation, chosen)
 
 
-SYNCHRONISATION: dict[str, Callable[[Situation, Strategies], list[Pull]]] = {
-    "gain": gain,
-    "greedy": greedy,
-    "starved": starved,
-}
-
-
 def synchronise(situation: Situation, strategies: Strategies) -> list[Pull]:
     """The pulls by the configured mode."""
-    return SYNCHRONISATION[strategies.synchronisation](situation, strategies)
+    return SYNCHRONISATION.load(strategies.synchronisation)(
+        situation, strategies, **strategies.synchronisation_arguments
+    )
 
 
 def _pulls(situation: Situation, chosen: Bools) -> list[Pull]:
@@ -105,7 +99,7 @@ def _gaining(situation: Situation, strategies: Strategies, behind: Ints) -> Ints
 def _new_work(situation: Situation, rows: Ints) -> tuple[Floats, Floats]:
     """For each row: how many queued trajectories the newest version may take and the row's may not; their context."""
     queue, room, size = situation.queue, situation.room, situation.group_size
-    fresh = situation.started
+    fresh = situation.reserved
     end = min(len(queue), fresh + max(0, room.get(situation.newest, 0)) * size)
     tokens = np.cumsum([0] + [item.context for item in queue[:end]])
     versions, where = np.unique(situation.fleet.version[rows], return_inverse=True)

@@ -5,18 +5,18 @@ Acts only when the open step waits for at most ``tail_groups`` groups, and has w
 
 ``wait``     does nothing: every trajectory ends by itself;
 ``replace``  gives the groups up, so that others take their places and their prompts are drawn again, each once:
-             a prompt that is always slow would otherwise be generated for ever;
+             a prompt that is always slow would otherwise be generated again and again;
 ``truncate`` ends their unfinished trajectories where they are and scores them.
 
-Age alone is no reason to give anything up: a group that the step does not wait for is never touched.
+Age alone is not a reason to give anything up: a group that the step does not wait for is never touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from staleflow.coordinator.situation import Abort, Situation, Truncate
-from staleflow.coordinator.strategies import Strategies
+from staleflow.coordinator.strategies import TAIL, Strategies
 
 
 def wait(situation: Situation, strategies: Strategies) -> Sequence[Abort | Truncate]:  # noqa: ARG001
@@ -37,16 +37,9 @@ def truncate(situation: Situation, strategies: Strategies) -> Sequence[Abort | T
     return [Truncate(blocker.trajectory, names[blocker.instance]) for blocker in situation.blockers]
 
 
-TAIL: dict[str, Callable[[Situation, Strategies], Sequence[Abort | Truncate]]] = {
-    "wait": wait,
-    "replace": replace,
-    "truncate": truncate,
-}
-
-
 def end_tail(situation: Situation, strategies: Strategies) -> list[Abort | Truncate]:
     """What the configured policy gives up or ends."""
-    return list(TAIL[strategies.tail](situation, strategies))
+    return list(TAIL.load(strategies.tail)(situation, strategies, **strategies.tail_arguments))
 
 
 def _stuck(situation: Situation, strategies: Strategies) -> bool:

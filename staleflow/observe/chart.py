@@ -1,6 +1,6 @@
-"""A line chart as SVG, without a plotting library: a few lines with error bars, limits, axes and a legend.
+"""Pictures as SVG, without a plotting library: a line chart with error bars, limits, axes and a legend, and its parts.
 
-chart([Line("ours", [(1, 9_500, 120), (2, 12_000, 90)])], title="tokens/s", x_name="bound")
+document(chart([Curve("ours", [(1, 9_500, 120), (2, 12_000, 90)])], "tokens/s", "bound"), HEIGHT, "Speed")
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import log10
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 1200, 460
@@ -16,43 +17,73 @@ COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8B6C42",
     "#6A3D9A", "#B2182B", "#4D9221", "#7F7F7F", "#C51B7D", "#01665E", "#BF812D",
 )  # fmt: skip
+"""The first are Okabe and Ito's, told apart with any colour vision."""
+HEADING = ' font-size="15" font-weight="600"'
 MOST_TICKS = 12
 STEPS = [factor * 10**power for power in range(-6, 12) for factor in (1, 2, 5)]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Curve:
     name: str
     points: Sequence[tuple[float, float, float]]
     """x, y, and half the error bar."""
     dashed: bool = False
+    dots: Sequence[tuple[float, float]] | None = None
+    """Where dots are drawn; None: at the points."""
+
+    @property
+    def dotted(self) -> Sequence[tuple[float, float]]:
+        return [(x, y) for x, y, _ in self.points] if self.dots is None else self.dots
 
 
 @dataclass(frozen=True, slots=True)
 class _Axes:
     low: float
     high: float
+    bottom: float
     top: float
+    logarithmic: bool
 
     def x(self, value: float) -> float:
-        width = WIDTH - LEFT - RIGHT
-        return LEFT + width * ((value - self.low) / (self.high - self.low) if self.high > self.low else 0.5)
+        return LEFT + (WIDTH - LEFT - RIGHT) * self._share(value, self.low, self.high)
 
     def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / self.top
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * self._share(value, self.bottom, self.top)
+
+    def _share(self, value: float, low: float, high: float) -> float:
+        if high <= low:
+            return 0.5
+        return log10(value / low) / log10(high / low) if self.logarithmic else (value - low) / (high - low)
+
+    @property
+    def heights(self) -> list[float]:
+        """Where the y axis is labelled."""
+        if self.logarithmic:
+            return [step for step in STEPS if self.bottom <= step <= self.top]
+        step = round_step(self.top / 7)
+        return [index * step for index in range(int(self.top / step) + 1)]
 
 
-def chart(lines: Sequence[Line], title: str, x_name: str, limits: Sequence[tuple[str, float]] = ()) -> str:
-    """The chart's elements, for ``document`` or ``stacked``. The y axis starts at 0."""
-    points = [point for line in lines for point in line.points]
+def chart(
+    lines: Sequence[Curve],
+    title: str,
+    x_name: str,
+    limits: Sequence[tuple[str, float]] = (),
+    logarithmic: bool = False,
+) -> str:
+    """The chart's elements, for ``document`` or ``stacked``. Unless both axes are logarithmic, y starts at 0."""
+    points = [(x, y, error) for line in lines for x, y, error in (*line.points, *((x, y, 0) for x, y in line.dotted))]
     tops = [y + error for _, y, error in points] + [value for _, value in limits]
-    axes = _Axes(min(x for x, _, _ in points), max(x for x, _, _ in points), 1.08 * max(tops) or 1.0)
-    parts = [_text(LEFT, 28, title, more=' font-size="15" font-weight="600"')]
-    parts += _grid(axes, _ticks(sorted({x for x, _, _ in points})), x_name)
+    bottom = min(y for _, y, _ in points) / 1.2 if logarithmic else 0.0
+    at = sorted({x for x, _, _ in points})
+    axes = _Axes(at[0], at[-1], bottom, (1.2 if logarithmic else 1.08) * max(tops) or 1.0, logarithmic)
+    parts = [text(LEFT, 28, title, more=HEADING)]
+    parts += _grid(axes, _ticks(at), x_name)
     for name, value in limits:
         y = axes.y(value)
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#555555" stroke-dasharray="6 4"/>')
-        parts.append(_text(WIDTH - RIGHT - 6, y - 5, f"{name} {value:,.0f}", "end"))
+        parts.append(text(WIDTH - RIGHT - 6, y - 5, f"{name} {value:,.0f}", "end"))
     for index, line in enumerate(lines):
         parts += _line(axes, line, COLOURS[index % len(COLOURS)], TOP + 14 + 20 * index)
     return "\n".join(parts)
@@ -81,35 +112,44 @@ def _ticks(values: Sequence[float]) -> Sequence[float]:
     """Where the x axis is labelled: at every value, or where there are many, at round numbers."""
     if len(values) <= MOST_TICKS:
         return values
-    step = STEPS[bisect_right(STEPS, (values[-1] - values[0]) / MOST_TICKS)]
+    step = round_step((values[-1] - values[0]) / MOST_TICKS)
     first = -(-values[0] // step)
     return [step * (first + at) for at in range(int((values[-1] - step * first) / step) + 1)]
 
 
 def _grid(axes: _Axes, at: Sequence[float], x_name: str) -> Iterator[str]:
-    step = STEPS[bisect_right(STEPS, axes.top / 7)]
-    for index in range(int(axes.top / step) + 1):
-        y = axes.y(index * step)
+    for value in axes.heights:
+        y = axes.y(value)
         yield f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#E5E5E5"/>'
-        yield _text(LEFT - 8, y + 4, f"{index * step:,g}", "end")
+        yield text(LEFT - 8, y + 4, f"{value:,g}", "end")
     for value in at:
-        yield _text(axes.x(value), HEIGHT - BOTTOM + 18, f"{value:,g}", "middle")
-    yield _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM + 38, x_name, "middle")
+        yield text(axes.x(value), HEIGHT - BOTTOM + 18, f"{value:,g}", "middle")
+    yield text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM + 38, x_name, "middle")
 
 
-def _line(axes: _Axes, line: Line, colour: str, legend_y: float) -> Iterator[str]:
+def _line(axes: _Axes, line: Curve, colour: str, legend_y: float) -> Iterator[str]:
     dash = ' stroke-dasharray="7 4"' if line.dashed else ""
     path = "L".join(f"{axes.x(x):.1f} {axes.y(y):.1f}" for x, y, _ in line.points)
     yield f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
-    for x, y, error in line.points:
+    for x, y in line.dotted:
         yield f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3" fill="{colour}"/>'
+    for x, y, error in line.points:
         if error:
             low, high = axes.y(max(0.0, y - error)), axes.y(y + error)
             yield f'<path d="M{axes.x(x):.1f} {low:.1f}V{high:.1f}" stroke="{colour}"/>'
     x = WIDTH - RIGHT + 18
     yield f'<path d="M{x} {legend_y - 4:.1f}h22" stroke="{colour}" stroke-width="2"{dash}/>'
-    yield _text(x + 28, legend_y, line.name)
+    yield text(x + 28, legend_y, line.name)
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
+def round_step(least: float) -> float:
+    """The next number above it that is 1, 2 or 5 times a power of ten."""
+    return STEPS[bisect_right(STEPS, least)]
+
+
+def text(x: float, y: float, content: str, anchor: str = "start", more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(content)}</text>'
+
+
+def box(x: float, y: float, width: float, height: float, fill: str) -> str:
+    return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}"/>'

@@ -81,7 +81,7 @@ def spark(
     high: float | None = None,
     glyphs: Glyphs = UNICODE,
 ) -> str:
-    """One character per value, of the last ``width``; a gap for what is no number. The scale is theirs unless given."""
+    """One character per value, of the last ``width``; a gap for what is not a number. The scale is theirs or given."""
     values = values[-width:] if width > 0 else ()
     finite = [value for value in values if math.isfinite(value)]
     if not finite:

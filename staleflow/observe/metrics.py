@@ -1,9 +1,9 @@
-"""``metrics.jsonl``: one JSON object per training step, readable while the run goes on.
+"""``metrics.jsonl``: one JSON object per training step, readable while the run is in progress.
 
 Every line is written at once and ends with a newline, so a reader sees whole lines only. A process that dies while it
-writes can leave a torn last line; opening the file again cuts it off. JSON has no NaN and no infinity: they become
-null. A run that goes on after a crash may repeat steps that were written but not committed; ``read_metrics`` keeps the
-last line of each step::
+writes, or a machine that loses its power, can leave a torn end; opening the file again cuts it off. A line that does
+not fit on the disk is taken back. JSON has no NaN and no infinity: they become null. A run that is resumed after a
+crash may repeat steps that were written but not committed; ``read_metrics`` keeps the last line of each step::
 
     with MetricsLog(run / "metrics.jsonl") as log:
         log.write({"step": 1, "reward": 0.31, "loss": float("nan")})
@@ -17,7 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from staleflow.errors import StaleFlowError
+
 BLOCK = 1 << 16
+
+
+class MetricsError(StaleFlowError, ValueError):
+    """A line of the file is not a row."""
 
 
 class MetricsLog:
@@ -26,14 +32,19 @@ class MetricsLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
-        self.repaired = _cut_torn_line(descriptor)
-        """Bytes of a torn last line that were cut off."""
+        self.repaired = _cut_torn_end(descriptor)
+        """Bytes of a torn end that were cut off."""
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one line. It is in the file when this returns, and on the disk when the system gets to it."""
         line = memoryview(json.dumps(_plain(row), separators=(",", ":"), allow_nan=False).encode() + b"\n")
-        while line:
-            line = line[self._file.write(line) :]
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            os.ftruncate(self._file.fileno(), before)
+            raise
 
     def close(self) -> None:
         self._file.close()
@@ -55,30 +66,42 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: no valid JSON ({error}): delete the line") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: a {type(row).__name__}, no object: delete the line")
+        if (row := _row(line)) is None:
+            raise MetricsError(f"{path}, line {number}: not a JSON object: delete the line")
         rows.append(row)
-    last = {row["step"]: at for at, row in enumerate(rows) if "step" in row}
-    return [row for at, row in enumerate(rows) if "step" not in row or last[row["step"]] == at]
+    last = {row["step"]: at for at, row in enumerate(rows) if isinstance(row.get("step"), int)}
+    return [row for at, row in enumerate(rows) if not isinstance(row.get("step"), int) or last[row["step"]] == at]
 
 
-def _cut_torn_line(descriptor: int) -> int:
+def _row(line: bytes) -> dict[str, Any] | None:
+    """What a line says, if it is a row."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _cut_torn_end(descriptor: int) -> int:
+    """Until the file ends with a row."""
     size = os.fstat(descriptor).st_size
-    end = size
-    while end > 0:
-        begin = max(0, end - BLOCK)
-        newline = os.pread(descriptor, end - begin, begin).rfind(b"\n")
-        if newline >= 0:
-            end = begin + newline + 1
-            break
+    end = _after_newline(descriptor, size)
+    while end > 0 and _row(os.pread(descriptor, end - (begin := _after_newline(descriptor, end - 1)), begin)) is None:
         end = begin
     if end < size:
         os.ftruncate(descriptor, end)
     return size - end
+
+
+def _after_newline(descriptor: int, end: int) -> int:
+    """The place behind the last newline before ``end``, or the beginning."""
+    while end > 0:
+        begin = max(0, end - BLOCK)
+        newline = os.pread(descriptor, end - begin, begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        end = begin
+    return 0
 
 
 def _plain(value: Any) -> Any:

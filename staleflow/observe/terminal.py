@@ -1,7 +1,7 @@
 """The live view of a run in a terminal, and one plain line per step where there is none.
 
 ``render`` turns a status into something rich can draw; it reads nothing but its argument. ``TerminalView`` decides when
-to draw: at most four times a second, and nothing at all where the output is no terminal::
+to draw: at most four times a second, and nothing at all where the output is not a terminal::
 
     view = TerminalView(plain=options.plain)
     view.update(status)         # as often as you like

@@ -151,6 +151,10 @@ class StalenessLedger:
             return []
         return self._lease(self._schedule.takeable(limit))
 
+    def takeable(self) -> int:
+        """How many groups ``take`` would lease now."""
+        return 0 if self._full else self._schedule.takeable()
+
     def ready(self) -> bool:
         """Whether ``consume`` can take the rest of step ``frontier`` now."""
         return not self._full and not self._schedule.missing() and not self._schedule.blocked()

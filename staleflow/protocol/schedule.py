@@ -66,7 +66,7 @@ class Schedule:
         self.size -= 1
 
     def free(self, first: int, last: int | None = None) -> int:
-        """The fewest places left up to any deadline from step ``first`` to step ``last`` (default: for ever)."""
+        """The fewest places left up to any deadline from step ``first`` to step ``last`` (default: without end)."""
         index = len(self.in_flight) - 1
         free = self.places * (index + 1) - self.taken - self.size
         while last is not None and index > last - self.frontier:

@@ -5,11 +5,10 @@ A reward function takes the problem and the response and returns a number; it ma
     def reward(problem: Problem, response: Response) -> float:
         return float(response.text.strip() == problem.facts["answer"])
 
-``reward: my_module:reward`` in the configuration names it. Built in are ``adder``, ``exact-match``, ``last-number``,
-``math-verify``, ``reasoning-gym``, and an ``http://`` or ``https://`` address (see ``verifiers.py``). What is not
-a finite number is a failure with a reason, never a zero::
+``reward.function=my_module:reward`` in the configuration names it, and ``reward.arguments`` are given to it by name.
+The built-in ones are in ``verifiers.py``. What is not a finite number is a failure with a reason, never a zero::
 
-    score = load_reward("exact-match")
+    score = load_reward(Reward("exact-match"))
     value = checked(score(problem, Response("42", (7, 9))))
 """
 
@@ -20,8 +19,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from staleflow.errors import StaleFlowError
-from staleflow.tasks.sources import load_function
-from staleflow.tasks.task import Problem, TaskError
+from staleflow.reward.options import REWARDS, Reward
+from staleflow.tasks.task import Problem
 
 BAD_REWARD = "the reward is "
 """How an answer begins that says: the function returns something that cannot be a reward."""
@@ -32,29 +31,23 @@ class Response(NamedTuple):
     tokens: tuple[int, ...] = ()
 
 
-Reward = Callable[[Problem, Response], float | Awaitable[float]]
+Score = Callable[[Problem, Response], float | Awaitable[float]]
+"""A reward function whose arguments, if it has any, are given."""
 
 
 class RewardError(StaleFlowError, ValueError):
     """A reward that cannot be used, in one line with the fix."""
 
 
-def load_reward(spec: str, timeout_s: float = 10.0) -> Reward:
-    """The function that ``spec`` names. ``timeout_s`` is for those that ask over the network."""
-    from staleflow.reward import verifiers
-
-    if spec.startswith(("http://", "https://")):
-        return verifiers.http_service(spec, timeout_s)
-    if ":" not in spec:
-        make = verifiers.BUILT_IN.get(spec)
-        if make is None:
-            names = ", ".join(verifiers.BUILT_IN)
-            raise TaskError(f"reward {spec!r} is not known: write module:function, an http address, or one of {names}")
-        return make()
-    return load_function(spec, "reward")
+def load_reward(options: Reward) -> Score:
+    """The function that the options name. The address and the time limit are for those that ask over the network."""
+    REWARDS.check(options.function, options.arguments)
+    asked = {"address": options.function, "timeout_s": options.timeout_s}
+    built_in = REWARDS.key(options.function) is not None
+    return REWARDS.bound(options.function, asked if built_in else {}, options.arguments)
 
 
-def called(reward: Reward, problem: Problem, response: Response, runner: asyncio.Runner) -> float:
+def called(reward: Score, problem: Problem, response: Response, runner: asyncio.Runner) -> float:
     """The reward of a response, also where the function is ``async``. Raises whatever the function does."""
 
     async def awaited(value: Awaitable[object]) -> object:

@@ -5,7 +5,7 @@ event loop that started the pool. A worker that does not answer within ``timeout
 started, one that dies is replaced; either costs the response it was busy with one failure, and no other response
 anything. Asking again is the control plane's business (``runtime/scoring.py``)::
 
-    pool = RewardPool("my_module:reward", Settings(workers=2), on_reward, on_failure, decoder="tokenizer.json")
+    pool = RewardPool(Reward("my_module:reward", workers=2), on_reward, on_failure, decoder="tokenizer.json")
     await pool.start()                              # RewardError if the function cannot be loaded
     pool.submit("p0/0", problem, tokens)            # the worker makes text of them
     await pool.close()
@@ -17,11 +17,13 @@ import asyncio
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from itertools import count
 from typing import IO, Any
 
+import msgspec
+
 from staleflow.reward.function import RewardError
+from staleflow.reward.options import Reward
 from staleflow.reward.process import Due, Worker
 from staleflow.reward.wire import Answer, Job, pack
 from staleflow.servers.lifecycle import Trajectory
@@ -29,36 +31,25 @@ from staleflow.tasks.task import Problem
 
 MOST_AHEAD = 32
 """Responses that are sent to one worker before it has answered the first."""
+MOST_BYTES_AHEAD = 1 << 24
+"""Beyond this, no more are added: rows may be large."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    workers: int = 2
-    timeout_s: float = 10.0
-    """For one response. Keep it below the control plane's, which asks again."""
-    start_timeout_s: float = 60.0
-    """For a worker to import the reward function."""
-
-    def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise RewardError(f"{self.workers} reward workers: have at least 1")
-        if not (self.timeout_s > 0 and self.start_timeout_s > 0):
-            raise RewardError(f"a reward time-out of {self.timeout_s} s: it must be above 0")
+START_TIMEOUT_S = 60.0
+"""For a worker to import the reward function."""
 
 
 class RewardPool:
     def __init__(
         self,
-        spec: str,
-        settings: Settings,
+        options: Reward,
         on_reward: Callable[[str, float], None],
         on_failure: Callable[[str, str], None],
         stderr: int | IO[bytes] | None = None,
         decoder: str = "",
     ) -> None:
         """``decoder``: what makes text of tokens in the workers (``load_decoder`` in worker.py); "" if nothing does."""
-        self.spec = spec
-        self.settings = settings
+        self.options = options
         self.replaced = 0
         """Workers that were killed or died."""
         self._on_reward = on_reward
@@ -92,10 +83,6 @@ class RewardPool:
         job = self._asked[name] = Job(next(self._numbers), problem.prompt, dict(problem.facts), tokens, text)
         self._queue.append(Due(name, job))
         self._soon()
-
-    def withdraw(self, name: str) -> None:
-        """Its score is not wanted any more: nobody will be called."""
-        self._asked.pop(name, None)
 
     async def close(self) -> None:
         """Stop every worker. What was not scored stays unanswered."""
@@ -148,7 +135,7 @@ class RewardPool:
             due = self._next()
             if frame := self._frame(due):
                 self._idle.pop().give(due, frame)
-        if self._queue and len(self._workers) < self.settings.workers:
+        if self._queue and len(self._workers) < self.options.workers:
             try:
                 self._change(self._add(self._new()))
             except OSError as error:
@@ -156,23 +143,31 @@ class RewardPool:
 
     def _next(self) -> deque[Due]:
         """The next responses for one worker: its share of those that wait, so that they cost one system call."""
-        most = min(MOST_AHEAD, 1 + (len(self._queue) - 1) // self.settings.workers)
+        most = min(MOST_AHEAD, 1 + (len(self._queue) - 1) // self.options.workers)
         taken = [self._queue.popleft() for _ in range(most)]
         return deque(each for each in taken if self._asked.get(each.name) is each.job)
 
     def _frame(self, due: deque[Due]) -> bytes:
-        """All jobs as one message. What cannot be sent is answered here and is no longer due."""
-        try:
-            return pack([each.job for each in due]) if due else b""
-        except (TypeError, ValueError, OverflowError):
-            for each in list(due):
-                try:
-                    pack([each.job])
-                except (TypeError, ValueError, OverflowError) as error:
-                    why = f"the problem cannot be sent to a reward worker ({error}): keep to JSON values"
-                    due.remove(each)
-                    self.answered(each, Answer(each.job.number, why=why))
-            return pack([each.job for each in due]) if due else b""
+        """Their jobs, one message each. What cannot be sent is answered here and is no longer due, and what would make
+        too much for one go waits for the next."""
+        frames: list[bytes] = []
+        size = 0
+        for each in list(due):
+            if size >= MOST_BYTES_AHEAD:
+                break
+            try:
+                frames.append(pack([each.job]))
+                size += len(frames[-1])
+            except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                due.remove(each)
+                why = (
+                    f"the row of prompt {str(each.job.prompt)[:40]!r} cannot be sent to a reward worker ({error}): "
+                    "keep to JSON values, and large columns out"
+                )
+                self.answered(each, Answer(each.job.number, why=why))
+        while len(due) > len(frames):
+            self._queue.appendleft(due.pop())
+        return b"".join(frames)
 
     def _give_up(self, due: deque[Due], why: str) -> None:
         """The first of them has failed; the others were only waiting behind it."""
@@ -189,19 +184,19 @@ class RewardPool:
         task.add_done_callback(self._changes.discard)
 
     def _new(self) -> Worker:
-        settings = self.settings
-        command = (sys.executable, "-m", "staleflow.reward.worker", self.spec, f"{settings.timeout_s}", self._decoder)
-        worker = Worker(command, self._stderr, settings.timeout_s, self)
+        options = msgspec.json.encode(self.options).decode()
+        command = (sys.executable, "-m", "staleflow.reward.worker", options, self._decoder)
+        worker = Worker(command, self._stderr, self.options.timeout_s, self, self.options.environment)
         self._workers.add(worker)
         return worker
 
     async def _start(self, worker: Worker) -> None:
         try:
-            await worker.ready(self.settings.start_timeout_s)
+            await worker.ready(START_TIMEOUT_S)
         except RewardError as error:
             await worker.end()
             self._workers.discard(worker)
-            raise RewardError(f"reward {self.spec!r}: {error}") from None
+            raise RewardError(f"reward {self.options.function!r}: {error}") from None
         self.idle(worker)
 
     async def _add(self, worker: Worker) -> None:

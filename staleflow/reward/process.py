@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, NamedTuple, Protocol
 
+from staleflow.reward.environment import environment
 from staleflow.reward.function import RewardError
 from staleflow.reward.wire import Answer, Job, answers
 
@@ -57,8 +58,14 @@ class Listener(Protocol):
 
 class Worker:
     def __init__(
-        self, command: Sequence[str], stderr: int | IO[bytes] | None, timeout_s: float, listener: Listener
+        self,
+        command: Sequence[str],
+        stderr: int | IO[bytes] | None,
+        timeout_s: float,
+        listener: Listener,
+        named: Sequence[str] = (),
     ) -> None:
+        """``named``: what it sees of the environment beyond what programs need to run."""
         self.due: deque[Due] = deque()
         """What it has not answered, in the order of the answers."""
         self._loop = asyncio.get_running_loop()
@@ -84,7 +91,7 @@ class Worker:
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=stderr,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                env=environment(named),
                 start_new_session=True,  # so that what the reward function starts can be killed with it
             )
         self._watch()

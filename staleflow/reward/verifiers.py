@@ -5,8 +5,8 @@ word problems); ``adder`` is the embedded task's own verifier; ``math-verify`` c
 ``reasoning-gym`` asks the data set that the problem came from; an address gets ``{"prompt", "text", "tokens",
 "facts"}`` by POST and answers ``{"reward": number}``::
 
-    score = BUILT_IN["exact-match"]()
-    score = http_service("http://127.0.0.1:8000/score", timeout_s=5)
+    exact_match(Problem("2 + 2", {"answer": "4"}), Response("4"))
+    await http_service(problem, response, address="http://127.0.0.1:8000/score", timeout_s=5)
 """
 
 import asyncio
@@ -18,96 +18,86 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from staleflow.reward.function import Response, Reward, RewardError
+from staleflow.reward.function import Response, RewardError
 from staleflow.tasks.adder import Adder
 from staleflow.tasks.sources import require
 from staleflow.tasks.task import Problem
 
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?", re.ASCII)
+ADDER = Adder()
 MOST_BYTES = 1_000_000
 """An answer of a reward service that is longer is no reward."""
 
 
-def exact_match() -> Reward:
-    return lambda problem, response: float(response.text.strip() == _answer(problem).strip())
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would become a GET without its body, and any answer to that would be taken for the reward."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
 
 
-def last_number() -> Reward:
-    def score(problem: Problem, response: Response) -> float:
-        right = _last(_answer(problem))
-        if right is None:
-            raise RewardError(f"the right answer {_answer(problem)[-60:]!r} has no number: correct the data")
-        return float(_last(response.text) == right)
-
-    return score
+_opener = urllib.request.build_opener(_NoRedirects)
 
 
-def adder() -> Reward:
-    task = Adder()
-    return lambda problem, response: task.verify(problem, response.tokens)
+def exact_match(problem: Problem, response: Response) -> float:
+    return float(response.text.strip() == _answer(problem).strip())
 
 
-def math_verify() -> Reward:
+def last_number(problem: Problem, response: Response) -> float:
+    right = _last(_answer(problem))
+    if right is None:
+        raise RewardError(f"the right answer {_answer(problem)[-60:]!r} has no number: correct the data")
+    return float(_last(response.text) == right)
+
+
+def adder(problem: Problem, response: Response) -> float:
+    return ADDER.verify(problem, response.tokens)
+
+
+def math_verify(problem: Problem, response: Response) -> float:
     package = require("math_verify", "math-verify", "math-verify rewards")
-
-    def score(problem: Problem, response: Response) -> float:
-        # The package's own time limits need signals; here the pool's limit holds for any reward, so they are off.
-        gold = package.parse(_answer(problem), parsing_timeout=None)
-        if not gold:
-            raise RewardError(f"math-verify cannot read the right answer {_answer(problem)!r}: correct the data")
-        given = package.parse(response.text, parsing_timeout=None)
-        return float(package.verify(gold, given, timeout_seconds=None))
-
-    return score
+    # The package's own time limits need signals; here the pool's limit holds for any reward, so they are off.
+    gold = package.parse(_answer(problem), parsing_timeout=None)
+    if not gold:
+        raise RewardError(f"math-verify cannot read the right answer {_answer(problem)!r}: correct the data")
+    given = package.parse(response.text, parsing_timeout=None)
+    return float(package.verify(gold, given, timeout_seconds=None))
 
 
-def reasoning_gym() -> Reward:
+def reasoning_gym(problem: Problem, response: Response) -> float:
     package = require("reasoning_gym", "reasoning-gym", "reasoning-gym rewards")
-
-    def score(problem: Problem, response: Response) -> float:
-        judge: Callable[..., float] = package.get_score_answer_fn(_fact(problem, "gym"))
-        return judge(response.text.strip(), _fact(problem, "entry"))
-
-    return score
+    judge: Callable[..., float] = package.get_score_answer_fn(_fact(problem, "gym"))
+    return judge(response.text.strip(), _fact(problem, "entry"))
 
 
-def http_service(address: str, timeout_s: float) -> Reward:
-    def ask(problem: Problem, response: Response) -> float:
+async def http_service(problem: Problem, response: Response, *, address: str, timeout_s: float) -> float:
+    def ask() -> float:
         body = {"prompt": problem.prompt, "text": response.text, "tokens": response.tokens, "facts": problem.facts}
         head = {"Content-Type": "application/json", "Accept": "application/json"}
         request = urllib.request.Request(address, json.dumps(body).encode(), head, method="POST")
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            with _opener.open(request, timeout=timeout_s) as answer:
                 content = answer.read(MOST_BYTES)
         except urllib.error.HTTPError as error:
+            if 300 <= error.code < 400:
+                to = error.headers.get("Location")
+                raise RewardError(f"reward service {address} has moved to {to}: give that as reward.function") from None
             raise RewardError(f"reward service {address} answered {error.code} {error.reason}") from None
         except (OSError, urllib.error.URLError) as error:
             raise RewardError(f"reward service {address} did not answer: {getattr(error, 'reason', error)}") from None
         return _reward_in(content, address)
 
-    async def score(problem: Problem, response: Response) -> float:
-        # urllib's limit is per read; a service that trickles is stopped by this one. The thread ends by itself.
-        try:
-            return await asyncio.wait_for(asyncio.to_thread(ask, problem, response), timeout_s)
-        except TimeoutError:
-            raise RewardError(f"reward service {address} did not answer within {timeout_s:g} s") from None
-
-    return score
-
-
-BUILT_IN: dict[str, Callable[[], Reward]] = {
-    "adder": adder,
-    "exact-match": exact_match,
-    "last-number": last_number,
-    "math-verify": math_verify,
-    "reasoning-gym": reasoning_gym,
-}
+    # urllib's limit is per read; a service that trickles is stopped by this one. The thread ends by itself.
+    try:
+        return await asyncio.wait_for(asyncio.to_thread(ask), timeout_s)
+    except TimeoutError:
+        raise RewardError(f"reward service {address} did not answer within {timeout_s:g} s") from None
 
 
 def _reward_in(content: bytes, address: str) -> float:
     try:
         return json.loads(content)["reward"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         start = content[:60].decode(errors="replace")
         raise RewardError(f'reward service {address} answered {start!r}: it must answer {{"reward": number}}') from None
 

@@ -1,11 +1,10 @@
-"""A reward worker: ``python -m staleflow.reward.worker SPEC TIMEOUT_S DECODER``; jobs on standard input, answers on
-output.
+"""A reward worker: ``python -m staleflow.reward.worker OPTIONS DECODER``; jobs on standard input, answers on output.
 
 One job at a time; every job is answered at once, with a reward or with why there is none. What the reward function
 prints goes to standard error, so that it cannot be taken for an answer. When the pool is gone, so is the worker, even
 if the reward function never returns::
 
-    process = subprocess.Popen([sys.executable, "-m", "staleflow.reward.worker", "exact-match", "10", ""], ...)
+    process = subprocess.Popen([sys.executable, "-m", "staleflow.reward.worker", options, ""], ...)
     process.stdin.write(pack([job]))
 """
 
@@ -18,22 +17,27 @@ from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
 
-from staleflow.reward.function import Response, Reward, RewardError, called, load_reward
+import msgspec
+
+from staleflow.errors import StaleFlowError
+from staleflow.reward.function import Response, RewardError, Score, called, load_reward
+from staleflow.reward.options import Reward
 from staleflow.reward.wire import READY, Answer, Job, pack
 from staleflow.reward.wire import jobs as job_frames
-from staleflow.tasks.task import Problem, TaskError
+from staleflow.tasks.task import Problem
 
 PIECE = 1 << 20
 
 Decode = Callable[[Sequence[int]], str]
 
 
-def main(spec: str, timeout_s: float, decoder: str) -> None:
+def main(options: str, decoder: str) -> None:
+    """``options``: the section ``reward``, as JSON."""
     jobs_in, answers = os.dup(0), os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that what the reward function starts reads no jobs
     os.dup2(2, 1)
     try:
-        reward, decode = load_reward(spec, timeout_s), load_decoder(decoder)
+        reward, decode = load_reward(msgspec.json.decode(options, type=Reward)), load_decoder(decoder)
     except Exception as error:
         answers.write(pack(Answer(READY, why=_line(error))))
         return
@@ -62,7 +66,7 @@ def load_decoder(decoder: str) -> Decode | None:
     return lambda tokens: tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
-def score(reward: Reward, decode: Decode | None, job: Job, runner: asyncio.Runner) -> Answer:
+def score(reward: Score, decode: Decode | None, job: Job, runner: asyncio.Runner) -> Answer:
     try:
         tokens: tuple[int, ...] = struct.unpack(f"<{len(job.tokens) // 4}i", job.tokens)
         response = Response(job.text if decode is None else decode(tokens), tokens)
@@ -84,8 +88,8 @@ def _read(stream: int, jobs: "SimpleQueue[Job]") -> None:
 
 def _line(error: BaseException) -> str:
     text = " ".join(str(error).split())[:500]
-    return text if isinstance(error, RewardError | TaskError) else f"{type(error).__name__}: {text}".rstrip(": ")
+    return text if isinstance(error, StaleFlowError) else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], sys.argv[2])

@@ -8,7 +8,7 @@ while engine.busy:
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,11 @@ import torch
 from tokenizers import Tokenizer
 
 from staleflow.rollout.attention import Layout, PagedAttention, PrefillSpan
+from staleflow.rollout.device import DTYPES, cuda_part, device_of
 from staleflow.rollout.engine import (
     EngineError,
-    EngineSnapshot,
-    Failed,
     Load,
-    Progress,
+    Part,
     Reason,
     Request,
     Result,
@@ -33,13 +32,14 @@ from staleflow.rollout.engine import (
 )
 from staleflow.rollout.model import Model
 from staleflow.rollout.model_folder import read_config, read_tensors
-from staleflow.rollout.options import DTYPES, EngineOptions, cuda_part, device_of
+from staleflow.rollout.options import EngineOptions
 from staleflow.rollout.pages import PagePool
 from staleflow.rollout.rows import Ints, Rows
 from staleflow.rollout.sampling import Drawn, Params, draw, uniform
 from staleflow.rollout.scheduler import Plan, Scheduler
 from staleflow.rollout.sequence import Sequence
 from staleflow.rollout.stopping import StopStrings
+from staleflow.types import Failed, InstanceState
 
 if TYPE_CHECKING:
     from staleflow.rollout.cuda import DecodeGraphs
@@ -140,20 +140,25 @@ class TorchEngine:
             raise EngineError("the engine is closed: make a new one")
         started = time.perf_counter()
         finished: list[Result] = []
-        progress: list[Progress] = []
+        made, context, prefilled = 0, 0, self.scheduler.prefilled
         flight = self._ahead or self._launch(finished)
         self._ahead = None
+        prefilled = self.scheduler.prefilled - prefilled
         if flight is not None:
-            self._ahead = self._launch_following(flight)
             context = int(self.rows.position[flight.order].sum())
-            self._take_in(flight, flight.collect(), progress, finished)
-            if flight.decoding == len(flight.drawing):
+            self._ahead = self._launch_following(flight)
+            made = self._take_in(flight, flight.collect(), finished)
+            if not prefilled:
                 self._last = (flight.decoding, context, time.perf_counter() - started)
         if not self._requests:
             self._ahead = None
-        output = StepOutput(self.version, progress, finished, self._returned, self._failed)
+        output = StepOutput(finished, self._returned, self._failed, made, prefilled, context)
         self._returned, self._failed = [], []
         return output
+
+    def peek(self, name: str, start: int) -> Part | None:
+        sequence = self._requests.get(name)
+        return None if sequence is None else sequence.part(start, self.version)
 
     def pull(self, source: WeightSource | Load, version: int) -> int:
         """Copy new weights over the old ones. On an error of the source, the weights are of no certain version."""
@@ -174,15 +179,17 @@ class TorchEngine:
             self.scheduler.restart()
         return held
 
-    def snapshot(self) -> EngineSnapshot:
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self.model.parameters
+
+    def snapshot(self) -> InstanceState:
         running = self.scheduler.running.values()
         size = self.pool.page_size
-        return EngineSnapshot(
+        return InstanceState(
             version=self.version,
             running=len(running),
             waiting=len(self.scheduler.waiting),
             context=sum(len(sequence.tokens) for sequence in running),
-            kv_used=self.pool.used * size,
             kv_free=self.pool.available * size,
             kv_total=self.pool.total * size,
             max_running=self.options.max_running,
@@ -210,9 +217,9 @@ class TorchEngine:
                 f"request {request.name} has {len(tokens)} tokens but the engine holds {self.capacity} per sequence: "
                 "shorten the prompt or raise kv_tokens (never beyond the model's max_position_embeddings)"
             )
-        problem = request.sampling.problem(vocabulary)
-        if problem is not None:
-            return f"request {request.name}: {problem}"
+        for token in request.sampling.stop_tokens:
+            if not 0 <= token < vocabulary:
+                return f"request {request.name}: stop token {token} is unknown, the tokens are 0 to {vocabulary - 1}"
         if request.sampling.stop_strings and self._stop_strings() is None:
             return f"request {request.name} has stop strings but the model's folder has no tokenizer.json"
         counted = sum(count for _, count in request.spans)
@@ -348,7 +355,9 @@ class TorchEngine:
         pages = np.array(sequence.pages, np.int64)[positions // size]
         return np.array(sequence.tokens[start : start + count], np.int64), positions, pages * size + positions % size
 
-    def _take_in(self, flight: "_Flight", drawn: Drawn, progress: list[Progress], finished: list[Result]) -> None:
+    def _take_in(self, flight: "_Flight", drawn: Drawn, finished: list[Result]) -> int:
+        """Append what was drawn, and let those that end with it leave. Returns how many tokens they were."""
+        made = 0
         self.rows.token[flight.order] = drawn.tokens[: flight.decoding]
         for index, (sequence, token, logprob, sound) in enumerate(
             zip(flight.drawing, drawn.tokens, drawn.logprobs, drawn.sound, strict=True)
@@ -361,10 +370,11 @@ class TorchEngine:
             sequence.append(token, logprob)
             if index >= flight.decoding:
                 self.rows.follow(sequence)
-            progress.append(sequence.progress())
+            made += 1
             reason = self._ended(sequence, token)
             if reason is not None:
                 finished.append(self._finish(sequence, reason))
+        return made
 
     def _ended(self, sequence: Sequence, token: int) -> Reason | None:
         if token in sequence.stops:
@@ -387,3 +397,8 @@ class TorchEngine:
         self._failed.append(Failed(request.name, request.epoch, message))
         del self._requests[request.name]
         self._release(sequence, keep=False)
+
+
+def make(model_folder: str | Path, options: EngineOptions) -> TorchEngine:
+    """The engine of an instance, which has pulled no version yet."""
+    return TorchEngine(model_folder, options, version=-1)

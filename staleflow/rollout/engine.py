@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from staleflow.errors import StaleFlowError
-from staleflow.types import Spans
+from staleflow.rollout.options import Sampling
+from staleflow.types import Failed, InstanceState, Spans
 
 Reason = Literal["stop", "length", "capacity", "interrupted"]
 """Why generation ended: a stop token or string; its token limit; no room in KV memory even with the engine to itself,
@@ -26,46 +27,7 @@ class EngineError(StaleFlowError, ValueError):
     """The engine cannot start or go on as asked. The message says what to change."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are drawn. Truncation works in this order: temperature, top-k, top-p, min-p.
-
-    Greedy decoding is ``temperature=0``. The log-probability reported with a token is the one it was really drawn
-    with, after temperature, truncation and renormalisation; greedy tokens, whose own distribution is a point mass, get
-    the log-probability of the untouched model (temperature 1), because that is what a trainer can use.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0: no limit."""
-    min_p: float = 0.0
-    max_tokens: int = 1024
-    """Tokens of the whole trajectory after the prompt, those generated before an interruption included."""
-    stop_tokens: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    """The tokens that complete a stop string are kept, as is a stop token: the trainer must see them."""
-    seed: int | None = None
-    """None: made from the request's name, so that a trajectory draws the same tokens wherever it runs."""
-
-    def problem(self, vocabulary: int) -> str | None:
-        """What is wrong with it, in one line; None if nothing."""
-        if not 0 <= self.temperature < float("inf"):
-            return f"temperature is {self.temperature}: give 0 (greedy) or a positive number"
-        if not 0 < self.top_p <= 1:
-            return f"top_p is {self.top_p}: give a number above 0 and up to 1 (1: no limit)"
-        if self.top_k < 0:
-            return f"top_k is {self.top_k}: give 0 (no limit) or a positive number"
-        if not 0 <= self.min_p <= 1:
-            return f"min_p is {self.min_p}: give a number from 0 (no limit) to 1"
-        if self.max_tokens < 1:
-            return f"max_tokens is {self.max_tokens}: give at least 1"
-        for token in self.stop_tokens:
-            if not 0 <= token < vocabulary:
-                return f"stop token {token} is unknown: the model's tokens are 0 to {vocabulary - 1}"
-        if "" in self.stop_strings:
-            return "a stop string is empty: remove it"
-        return None
+PLAIN = Sampling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +43,20 @@ class Request:
     spans: Spans = ()
     group: str | None = None
     """Requests of one group have the same prompt, which is then prefilled once."""
-    sampling: Sampling = Sampling()
+    sampling: Sampling = PLAIN
 
 
-class Progress(NamedTuple):
-    """New tokens of a request that goes on or ends with this step."""
+class Part(NamedTuple):
+    """What a request that is still in the engine has: the versions of all its tokens, and some of the tokens."""
 
-    name: str
-    epoch: int
+    spans: Spans
     tokens: list[int]
     logprobs: list[float]
 
 
 class Result(NamedTuple):
-    """A request that left the engine: all its tokens after the prompt, whoever generated them."""
+    """A request that left the engine: all its tokens after the prompt, whoever generated them. A modelled engine makes
+    none: ``spans`` tells how many they are."""
 
     name: str
     epoch: int
@@ -106,39 +68,19 @@ class Result(NamedTuple):
     """Oldest weights behind any KV entry it attended to; below the tokens' version only with ``kv_on_pull="keep"``."""
 
 
-class Failed(NamedTuple):
-    name: str
-    epoch: int
-    message: str
-
-
 class StepOutput(NamedTuple):
-    """What happened since the previous step. A request is in at most one of the last three."""
+    """What happened since the previous step. A request is in at most one of the first three."""
 
-    version: int
-    """Under which the tokens in ``progress`` were made."""
-    progress: list[Progress]
     finished: list[Result]
     returned: list[Result]
     """Interrupted ones."""
     failed: list[Failed]
-
-
-class EngineSnapshot(NamedTuple):
-    version: int
-    running: int
-    waiting: int
-    context: int
-    """Tokens of all running requests."""
-    kv_used: int
-    kv_free: int
-    """In tokens. Pages that only cache a prefix count as free: they go when memory is needed."""
-    kv_total: int
-    max_running: int
-    kv_version: int
-    """Oldest weights behind any KV entry of a running request."""
-    step: tuple[int, int, float] | None = None
-    """The latest step that only decoded: sequences, tokens of context, seconds."""
+    made: int = 0
+    """Tokens that were drawn."""
+    prefilled: int = 0
+    """Tokens whose KV entries were computed for sequences that did not decode."""
+    context: int = 0
+    """Tokens that the decoding sequences attended to."""
 
 
 @runtime_checkable
@@ -176,11 +118,19 @@ class Engine(Protocol):
         """Decode one token of every running request, prefill some of the others, report."""
         ...
 
+    def peek(self, name: str, start: int) -> Part | None:
+        """What a request that is here has, its tokens from ``start`` on; None if it has no more than ``start``."""
+        ...
+
     def pull(self, source: WeightSource | Load, version: int) -> int:
         """Replace the weights by ``version`` or later, keeping every request. Returns the version now held."""
         ...
 
-    def snapshot(self) -> EngineSnapshot: ...
+    def weights(self) -> Mapping[str, Any]:
+        """The tensors that ``pull`` fills, by their Hugging Face names."""
+        ...
+
+    def snapshot(self) -> InstanceState: ...
 
     def close(self) -> None:
         """Free what it holds. Repeating it is harmless."""

@@ -13,11 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
+from staleflow.model_json import read_json, unsupported
 from staleflow.rollout.attention import Geometry
 from staleflow.rollout.engine import EngineError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""One skeleton: RMSNorm, rotary positions, grouped attention, SwiGLU. SmolLM and SmolLM2 are ``llama``."""
 ROPES = ("default", "linear", "llama3", "yarn")
 """Those whose frequencies do not change with the length."""
 
@@ -44,20 +43,14 @@ def read_config(folder: str | Path) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise EngineError(f"{path} is missing: give the folder of a model in Hugging Face format")
+    family = read_json(path).get("model_type")
+    if (problem := unsupported(path, family)) is not None:
+        raise EngineError(problem)
     try:
-        family = json.loads(path.read_text()).get("model_type")
-    except ValueError as error:
-        raise EngineError(f"{path} is not valid JSON ({error}): write the checkpoint again") from None
-    if family not in FAMILIES:
-        raise EngineError(
-            f"{path}: model_type {family!r} is not supported by the built-in engine: use one of {', '.join(FAMILIES)}, "
-            "or the vLLM engine"
-        )
-    try:
-        source: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        source: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds; all mean that the file cannot be used
         raise EngineError(f"{path} cannot be read by transformers: {' '.join(str(error).split())}") from None
-    return _checked(path, family, source)
+    return _checked(path, str(family), source)
 
 
 def _checked(path: Path, family: str, source: Any) -> ModelConfig:

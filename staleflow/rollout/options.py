@@ -1,61 +1,120 @@
-"""How the built-in engine is set up, checked before anything is loaded."""
+"""What engines can be told, checked before anything is loaded.
 
-import importlib
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Literal
+``Rollout`` is the section of the configuration. An engine is made from the part of it that is ``EngineOptions``, and a
+request carries the part that is ``Sampling``::
 
-import torch
+    rollout.to(EngineOptions), rollout.to(Sampling, stop_tokens=(1,))
 
-from staleflow.rollout.engine import EngineError
+``rollout.engine`` names what makes an engine, the built-in one or the user's own ``module:Class``. It is called as
+``make(model_folder, options, **arguments)`` with ``EngineOptions`` and gives an ``Engine`` (see ``engine.py``) that
+holds no version of the weights yet: -1, until its first pull.
+"""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from staleflow.registry import Entry, Registry
+from staleflow.settings import Amount, Count, Device, Limits, Section, Share, Whole
+
+ENGINES = Registry(
+    "rollout.engine",
+    {"builtin": Entry("staleflow.rollout.builtin:make")},
+    takes=("model_folder", "options"),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    kv_tokens: int = 65_536
-    """KV memory in tokens: a hard limit."""
-    max_running: int = 64
-    page_size: int = 32
-    prefill_tokens: int = 512
+@dataclass(frozen=True)
+class Drawing(Section):
+    """How tokens are drawn. Truncation works in this order: temperature, top-k, top-p, min-p."""
+
+    temperature: Amount = 1.0
+    """0: the most likely token."""
+    top_p: Annotated[float, Limits(above=0, most=1)] = 1.0
+    """Draw from the most likely tokens that have this much probability together; 1: from all."""
+    top_k: Whole = 0
+    """Draw from this many of the most likely tokens; 0: from all."""
+    min_p: Share = 0.0
+    """Leave out tokens less likely than this share of the likeliest; 0: none."""
+
+
+@dataclass(frozen=True)
+class Ending(Section):
+    max_tokens: Count = 1024
+    """Most tokens of a response, those generated before an interruption included."""
+    stop_strings: tuple[str, ...] = ()
+    """A response ends where it contains one of these. It also ends at the model's own end tokens. The tokens that
+    complete a stop string are kept, as is an end token: the trainer must see them."""
+
+    def contradictions(self) -> Iterator[str]:
+        if "" in self.stop_strings:
+            yield "stop_strings has an empty text: remove it"
+
+
+@dataclass(frozen=True)
+class Sampling(Drawing, Ending):
+    """How the response to a request is drawn.
+
+    The log-probability reported with a token is the one it was really drawn with, after temperature, truncation and
+    renormalisation; greedy tokens, whose own distribution is a point mass, get the log-probability of the untouched
+    model (temperature 1), because that is what a trainer can use.
+    """
+
+    stop_tokens: tuple[int, ...] = ()
+    seed: Annotated[int, Limits(most=2**64)] | None = None
+    """None: made from the request's name, so that a trajectory draws the same tokens wherever it runs."""
+
+    def contradictions(self) -> Iterator[str]:
+        return Ending.contradictions(self)
+
+
+@dataclass(frozen=True)
+class Engines(Section):
+    """What the configuration says about every engine."""
+
+    kv_tokens: Count = 65_536
+    """KV memory of an instance in tokens: a hard limit."""
+    max_running: Count = 64
+    """Responses that an instance decodes at once."""
+    prefill_tokens: Count = 512
     """Most prompt tokens that a step computes beside decoding."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    device: str = "cpu"
+    """Of weights and KV memory in the engines."""
+    device: Device = "cpu"
+    """``cpu``, ``cuda`` or ``cuda:N``."""
     kv_on_pull: Literal["recompute", "keep"] = "recompute"
+    """What becomes of the KV memory of running responses when new weights come."""
+
+
+@dataclass(frozen=True)
+class EngineOptions(Engines):
+    page_size: Count = 32
     weights: Literal["checkpoint", "random"] = "checkpoint"
     """Random ones need no checkpoint, only its config.json: for measurements."""
-    threads: int | None = None
+    threads: Count | None = None
     """Threads of PyTorch in this process; None leaves them as they are."""
 
-    def __post_init__(self) -> None:
-        for name in ("kv_tokens", "max_running", "page_size", "prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise EngineError(f"{name} is {getattr(self, name)}: give at least 1")
+    def contradictions(self) -> Iterator[str]:
         if self.kv_tokens < self.page_size:
-            raise EngineError(f"kv_tokens {self.kv_tokens} is less than one page of {self.page_size} tokens")
-        if self.dtype not in DTYPES:
-            raise EngineError(f"dtype is {self.dtype!r}: give one of {', '.join(DTYPES)}")
-        if self.kv_on_pull not in ("recompute", "keep"):
-            raise EngineError(f"kv_on_pull is {self.kv_on_pull!r}: give recompute or keep")
+            yield f"kv_tokens={self.kv_tokens} is less than one page of {self.page_size} tokens: give more"
 
 
-def device_of(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise EngineError(f"device is {name!r}: give cpu or cuda") from None
-    if device.type not in ("cpu", "cuda"):
-        raise EngineError(f"device is {name!r}: give cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise EngineError("device is cuda, but PyTorch finds no GPU here: give cpu, or install PyTorch for CUDA")
-    return device
+@dataclass(frozen=True)
+class Rollout(Drawing, Ending, Engines):
+    instances: Count = 2
+    """Engines, each a process."""
+    engine: Annotated[str, ENGINES] = "builtin"
+    """``builtin``, or ``module:Class``."""
+    engine_arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Given to ``module:Class``."""
 
-
-def cuda_part() -> Any:
-    """The part that needs Triton, which only builds of PyTorch for CUDA bring along."""
-    try:
-        module: ModuleType = importlib.import_module("staleflow.rollout.cuda")
-    except ModuleNotFoundError as error:
-        raise EngineError(f"decoding on a GPU needs {error.name}: install PyTorch for CUDA, which brings it") from None
-    return module
+    def contradictions(self) -> Iterator[str]:
+        yield from Ending.contradictions(self)
+        if self.temperature == 0:
+            yield "temperature=0 gives every member of a group the same response: give a number above 0, such as 1"
+        for name, all_tokens in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+            if getattr(self, name) != all_tokens:
+                yield (
+                    f"{name}={getattr(self, name)} draws from fewer tokens than the trainer's log-probabilities are "
+                    f"over: leave it at {all_tokens}, or give evaluation.{name}"
+                )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from random import Random
 
 from staleflow.rollout.builtin import TorchEngine
-from staleflow.rollout.engine import Request, Sampling
+from staleflow.rollout.engine import EngineError, Request, Sampling
 from staleflow.rollout.fit import Point, Profile, fit
 
 WARM_STEPS, LEAST_STEPS, MOST_STEPS = 3, 8, 40
@@ -52,7 +52,7 @@ def measure(engine: TorchEngine, grid: Grid, told: Callable[[str], None] = lambd
         if running <= engine.options.max_running and running * pages(engine, context) <= engine.pool.total * 0.9
     ]
     if len(cells) < 4 or len({running for running, _ in cells}) < 2:
-        raise ValueError(
+        raise EngineError(
             f"only {len(cells)} cells of the grid fit into {engine.options.kv_tokens} tokens of KV memory and "
             f"{engine.options.max_running} sequences: raise kv_tokens, or ask for less context"
         )
@@ -82,9 +82,9 @@ def _decode(engine: TorchEngine, running: int, context: int) -> list[float]:
     times: list[float] = []
     while len(times) < WARM_STEPS + LEAST_STEPS or (sum(times) < VISIT_S and len(times) < WARM_STEPS + MOST_STEPS):
         began = time.perf_counter()
-        made = engine.step().progress
+        made = engine.step().made
         times.append(time.perf_counter() - began)
-        assert len(made) == running, "a sequence did not decode"
+        assert made == running, "a sequence did not decode"
     engine.abort(names)
     engine.pool.forget()
     return times[WARM_STEPS:]

@@ -10,7 +10,7 @@ one token to compute it *prefills*. ::
 
 from hashlib import blake2b
 
-from staleflow.rollout.engine import Progress, Reason, Request, Result
+from staleflow.rollout.engine import Part, Reason, Request, Result
 from staleflow.rollout.pages import Key, digest
 from staleflow.types import Spans
 
@@ -88,8 +88,10 @@ class Sequence:
             self.spans.append((version, count))
         return tuple(self.spans)
 
-    def progress(self) -> Progress:
-        return Progress(self.request.name, self.request.epoch, self.tokens[-1:], self.logprobs[-1:])
+    def part(self, start: int, version: int) -> Part | None:
+        if self.generated <= start:
+            return None
+        return Part(self.close_span(version), self.tokens[self.prompt + start :], self.logprobs[start:])
 
     def result(self, reason: Reason, version: int) -> Result:
         spans = self.close_span(version)

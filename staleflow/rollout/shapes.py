@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-def _llama(hidden: int, wide: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
+def llama(hidden: int, wide: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -27,17 +27,18 @@ def _llama(hidden: int, wide: int, layers: int, heads: int, kv_heads: int, vocab
 
 def _qwen2(*sizes: int) -> dict[str, Any]:
     qwen2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6}
-    return _llama(*sizes) | qwen2 | {"max_position_embeddings": 32_768}
+    return llama(*sizes) | qwen2 | {"max_position_embeddings": 32_768}
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": _llama(128, 384, 4, 4, 2, 512),
-    "smollm-135m": _llama(576, 1536, 30, 9, 3, 49_152),
+    "tiny": llama(128, 384, 4, 4, 2, 512),
+    "smollm-135m": llama(576, 1536, 30, 9, 3, 49_152),
     "qwen-0.5b": _qwen2(896, 4864, 24, 14, 2, 151_936),
     "qwen-1.5b": _qwen2(1536, 8960, 28, 12, 2, 151_936),
 }
 """``tiny`` has about a million parameters; the others are those of SmolLM2-135M and of Qwen2.5."""
 
 
-def write(name: str, folder: str | Path) -> None:
-    (Path(folder) / "config.json").write_text(json.dumps(SHAPES[name]))
+def write(shape: str | dict[str, Any], folder: str | Path) -> None:
+    """One of ``SHAPES`` by its name, or another."""
+    (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape] if isinstance(shape, str) else shape))

@@ -1,6 +1,6 @@
 """What things took in this run, as its own processes measured them: the run's ``profile.json`` and a few means.
 
-    costs.hear(news.costs)                   # an instance has measured steps, pulls and waits
+    costs.hear(report.costs)                 # an instance has measured steps, pulls and waits
     costs.profile(by_cpu=True)               # as ``staleflow profile`` writes it; None if too few steps were seen
     costs.means()                            # for the summary
 
@@ -11,16 +11,12 @@ cores as these did, and ``cpu_share`` in it says how much of a core they had.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from staleflow.coordinator.cost import CostModel
 from staleflow.rollout.fit import Point, Profile, fit
-from staleflow.runtime.outbox import HeldTrainer, Outbox
-from staleflow.runtime.ports import RewardPort, TrainerPort
-from staleflow.servers.lifecycle import Trajectory
 from staleflow.types import Cell, Costs
 from staleflow.workers.meter import Key, key
 
@@ -28,8 +24,6 @@ LEAST_STEPS = 5
 """A cell with fewer says little."""
 MOST_POINTS = 20
 """Those with most steps: leaving each out once takes time."""
-MOST_ASKED = 10_000
-"""Rewards whose time is taken at once."""
 
 
 class Mean:
@@ -77,39 +71,6 @@ class RunCosts:
             return profiled(cells, by_cpu)
         except ValueError:  # too few to fit anything to
             return None
-
-
-class TimedTrainer(HeldTrainer):
-    """Notes how long the word that a step is whole waits for the journal."""
-
-    def __init__(self, port: TrainerPort, outbox: Outbox, mean: Mean) -> None:
-        super().__init__(port, outbox)
-        self._mean = mean
-
-    def finish(self, step: int) -> None:
-        self._outbox.send(self._finish, step, time.monotonic())
-
-    def _finish(self, step: int, asked: float) -> None:
-        self._mean.add(time.monotonic() - asked)
-        self._port.finish(step)
-
-
-class TimedRewards:
-    """A ``RewardPort`` that notes how long answers take."""
-
-    def __init__(self, port: RewardPort, mean: Mean) -> None:
-        self._port = port
-        self._mean = mean
-        self._asked: dict[str, float] = {}
-
-    def score(self, trajectory: Trajectory) -> None:
-        if len(self._asked) < MOST_ASKED:
-            self._asked[trajectory.name] = time.monotonic()
-        self._port.score(trajectory)
-
-    def answered(self, name: str) -> None:
-        if (asked := self._asked.pop(name, None)) is not None:
-            self._mean.add(time.monotonic() - asked)
 
 
 def joined(one: Cell | None, other: Cell) -> Cell:

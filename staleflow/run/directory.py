@@ -7,24 +7,34 @@
         config.yaml     everything that was asked for
         events.db       the journal of the present life of the run
         metrics.jsonl   one line per step
+        decisions.jsonl what the coordinator decided and on what; the latest of it, and decisions.1.jsonl before that
         summary.json    the result
         profile.json    what engine steps took
         logs/           one file per process
         checkpoints/    step-000060/, ... in Hugging Face format
+        lock            held by the process that runs it
+
+It belongs to its user alone (mode 0700): prompts, responses and what processes print are in it. ``chmod`` opens it.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
+import re
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from staleflow.config import Config, ConfigError, load, to_yaml
+from staleflow.errors import RunError
+from staleflow.files import write_whole
 
 
 class RunDirectory:
@@ -32,10 +42,10 @@ class RunDirectory:
         self.path = path
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
-        self.weights = path / "weights"
         self.summary = path / "summary.json"
         self.profile = path / "profile.json"
         self.metrics = path / "metrics.jsonl"
+        self.decisions = path / "decisions.jsonl"
         self.config_file = path / "config.yaml"
 
     @classmethod
@@ -49,7 +59,7 @@ class RunDirectory:
             run = cls(path)
             run.logs.mkdir()
             run.checkpoints.mkdir()
-            run.config_file.write_text(to_yaml(config))
+            run.write_config(config)
             _link(runs / "latest", path.name)
         except OSError as error:
             raise ConfigError(f"{runs} cannot be written ({error.strerror}): give another folder by runs=...") from None
@@ -68,17 +78,45 @@ class RunDirectory:
         return self.path / ("events.db" if life == 1 else f"events-{life}.db")
 
     @property
+    def store(self) -> str:
+        """The name of its weights among those of all runs on the machine, while this process runs it."""
+        which = hashlib.blake2b(f"{self.path} {self.path.stat().st_ino}".encode(), digest_size=4).hexdigest()
+        return f"{re.sub(r'[^A-Za-z0-9_-]', '_', self.path.name)}-{which}-{os.getpid()}"
+
+    @property
     def lives(self) -> int:
         return len(list(self.path.glob("events*.db")))
 
     def checkpoint(self, version: int) -> Path:
         return self.checkpoints / f"step-{version:06d}"
 
+    @contextmanager
+    def owned(self) -> Iterator[RunDirectory]:
+        """While this process runs it: nobody else may. Taken before anything is written; the kernel ends it."""
+        try:
+            handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise RunError(
+                f"{self.path} cannot be written ({error.strerror}): make it writable, or copy it to another folder"
+            ) from None
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                owner = os.pread(handle, 200, 0).decode(errors="replace") or "another process"
+                raise RunError(f"{self.path} is being run by {owner}: stop it first, or wait for its end") from None
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            yield self
+        finally:
+            os.close(handle)
+
+    def write_config(self, config: Config) -> None:
+        write_whole(self.config_file, to_yaml(config))
+
     def write(self, path: Path, values: dict[str, Any]) -> None:
-        """All of it or nothing, as JSON."""
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(values, indent=1) + "\n")
-        draft.replace(path)
+        """As JSON."""
+        write_whole(path, json.dumps(values, indent=1) + "\n")
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
@@ -93,7 +131,7 @@ def _names(path: Path) -> Iterator[Path]:
 
 def _made(path: Path) -> bool:
     try:
-        path.mkdir()
+        path.mkdir(mode=0o700)
     except FileExistsError:
         return False
     return True

@@ -6,17 +6,16 @@ record = unpack_state((folder / STATE).read_bytes(), server, journal)
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from staleflow.config import ConfigError
+from staleflow.errors import RunError, line_of
 from staleflow.run.record import Record
 from staleflow.servers.durable import DurableJournal
-from staleflow.servers.payloads import Chunk
 from staleflow.servers.state import ENDED, restore, to_state
 from staleflow.servers.trajectories import TrajectoryServer
+from staleflow.types import Chunk
 
 STATE = "run.state"
 FORMAT = 1
@@ -41,10 +40,12 @@ def pack_state(server: TrajectoryServer, record: Record) -> bytes:
 
 def unpack_state(body: bytes, server: TrajectoryServer, journal: DurableJournal) -> Record:
     """Bring a new server to where the checkpoint was made, and let its journal begin there."""
-    state = msgspec.msgpack.decode(body, type=_State)
-    if state.format != FORMAT:
-        raise ConfigError(f"the checkpoint has format {state.format}, this version of StaleFlow reads {FORMAT}")
-    restore(server, state.server)
+    state = _read(body)
+    try:
+        restore(server, state.server)
+        record = Record.from_bytes(state.record)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise RunError(f"{_unreadable(error)}: move the checkpoint away to resume from an earlier one") from error
     payloads = server.payloads
     assert payloads is not None
     for name, tokens, logprobs in state.payloads:
@@ -56,9 +57,27 @@ def unpack_state(body: bytes, server: TrajectoryServer, journal: DurableJournal)
         if each.state in ENDED:
             payloads.seal(each.name)
     journal.snapshot(to_state(server))
-    return Record.from_bytes(state.record)
+    return record
 
 
-def newest(checkpoints: Path) -> Path | None:
-    """The latest checkpoint that a run can go on from."""
-    return max((each for each in checkpoints.glob("step-*") if (each / STATE).is_file()), default=None)
+def version_in(body: bytes) -> int:
+    """The version at which the state was packed. ``RunError`` if it is not such a state."""
+    state = _read(body)
+    try:
+        return int(state.server["ledger"]["version"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(_unreadable(error)) from error
+
+
+def _read(body: bytes) -> _State:
+    try:
+        state = msgspec.msgpack.decode(body, type=_State)
+    except ValueError as error:
+        raise RunError(_unreadable(error)) from error
+    if state.format != FORMAT:
+        raise RunError(f"{STATE} has format {state.format}, this version of StaleFlow reads {FORMAT}: update StaleFlow")
+    return state
+
+
+def _unreadable(error: Exception) -> str:
+    return f"{STATE} cannot be read ({line_of(error)})"

@@ -7,6 +7,8 @@ else comes through the ports. So the simulator runs it unchanged::
     control.join(instance)              # any time; it gets work once it holds a version
     await control.run(steps=100)
 
+At the commit of the last version the run is over: from then on nothing that anybody says changes its state.
+
 What drives it: ``on_report`` (instances), ``on_scored`` / ``on_score_failed`` (reward workers), ``on_pushed`` /
 ``on_trainer_lost`` / ``on_trainer_back`` (trainer). All may be repeated, late or out of order: the server refuses what
 is not news.
@@ -22,16 +24,16 @@ from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.decide import Decision, decide
 from staleflow.coordinator.situation import Abort, Command, Interrupt, Pull, Route, Truncate
 from staleflow.coordinator.strategies import Strategies
-from staleflow.errors import StaleFlowError
+from staleflow.errors import RunError
 from staleflow.runtime.feed import Feed
-from staleflow.runtime.fleet import FleetTable, Member
-from staleflow.runtime.ports import InstancePort, Report, RewardPort, TrainerPort
+from staleflow.runtime.fleet import Member
+from staleflow.runtime.ports import InstancePort, RewardPort, TrainerPort
 from staleflow.runtime.scoring import Scoring
-from staleflow.runtime.situate import MOST_QUEUED, Blocking, Gauge, Line, situate
+from staleflow.runtime.situate import MOST_QUEUED, Watch
 from staleflow.servers.lifecycle import Group, Trajectory
-from staleflow.servers.payloads import BadReportError, Chunk
+from staleflow.servers.payloads import BadReportError
 from staleflow.servers.trajectories import Prompts, TrajectoryServer
-from staleflow.types import Spans
+from staleflow.types import Chunk, Report, Spans, TrajectoryNews
 
 MOST_FAULTS = 3
 """So many reports about one trajectory that cannot be true, and its group is given up."""
@@ -57,8 +59,10 @@ class Settings:
     """First guess of how long a pull takes; measured from then on."""
 
 
-class StalledError(StaleFlowError, RuntimeError):
+class StalledError(RunError):
     """Nothing has happened for so long that nothing will; the message says what the run waits for."""
+
+    exit_code = 1
 
 
 class ControlPlane:
@@ -73,26 +77,22 @@ class ControlPlane:
     ) -> None:
         self.settings = settings
         self.term = term
-        """Which life of the control plane this is; a restart begins the next."""
+        """Of the control plane; a restart begins the next."""
         self.server = server
         self.ledger = server.ledger
         self.members: dict[str, Member] = {}
-        self.gauge = Gauge(settings.pull_s)
+        self.watch = Watch(server, self.members, settings.strategies, settings.cost, settings.pull_s)
         self.on_decision: Callable[[float, Decision], None] = lambda _time, _decision: None
         self.on_bad_report: Callable[[str, str], None] = lambda _instance, _why: None
         """Told of reports that cannot be true: the instance, and what is wrong in one line."""
         self.filter: Callable[[Group], str | None] = lambda _: None
         """Why a complete group is not worth training on, if it is not (no learning signal, say)."""
         self._prompts = prompts
-        self._scoring = Scoring(rewards, settings.reward_timeout_s, settings.reward_tries, self._not_scored)
+        self.scoring = Scoring(rewards, settings.reward_timeout_s, settings.reward_tries, self._not_scored)
         self._feed = Feed(server, trainer, settings.strategies.consume, self._drop)
         self._work = asyncio.Event()
         self._done = asyncio.Event()
         self._steps: int | None = None
-        self._blocking = Blocking()
-        self._line = Line()
-        self._table: FleetTable | None = None
-        self._routed = 0
         self._look_at = 0.0
         self._news_at = 0.0
         """When something last happened."""
@@ -103,6 +103,7 @@ class ControlPlane:
         """Train until ``steps`` versions have been made."""
         self._steps = steps
         if self.ledger.version >= steps:
+            self._end()
             return
         done = asyncio.create_task(self._done.wait(), name=f"run waits for version {steps}")
         tasks = {
@@ -116,33 +117,39 @@ class ControlPlane:
             for task in finished:
                 task.result()  # the other two end only by an error
         finally:
-            self._scoring.close()
+            self.scoring.close()
             for task in tasks:
                 task.cancel()
 
+    @property
+    def over(self) -> bool:
+        """Whether the last version is made. Tasks, timers and messages that are on their way come too late then."""
+        return self._done.is_set()
+
     def stop(self) -> None:
-        """End the run as soon as no step is in training."""
-        if self.ledger.frontier > self.ledger.version:
-            self._steps = self.ledger.frontier
-        else:
+        """End the run now, or with the version of the step that is in training."""
+        self._steps = self.ledger.frontier
+        if self.ledger.version >= self._steps:
             self._end()
 
     # Membership
 
     def join(self, port: InstancePort) -> None:
-        """An instance is there, for the first time or in a new life."""
-        snapshot = port.snapshot()
+        """An instance is there, for the first time or in a new incarnation."""
+        if self.over:
+            return
+        heard = port.heard()
         if (known := self.members.get(port.name)) is not None:
-            if known.life == snapshot.life:
+            if known.incarnation == heard.incarnation:
                 return
             self._lose(known)
-        self.members[port.name] = Member(port, self.term, life=snapshot.life, version=snapshot.version)
-        self._table = None
+        self.members[port.name] = Member.of(port, self.term, heard, self.ledger.version)
+        self.watch.forget_table()
         self._changed()
 
     def left(self, name: str) -> None:
         """An instance is known to be dead."""
-        if (member := self.members.get(name)) is not None and member.alive:
+        if (member := self.members.get(name)) is not None and member.alive and not self.over:
             self._lose(member)
             self._changed()
 
@@ -157,7 +164,7 @@ class ControlPlane:
                 else:
                     self.server.give_back(each.name, each.epoch, each.spans)
             elif each.state == "generated":
-                self._scoring.ask(each)
+                self.scoring.ask(each)
         for (instance, name), epoch in held.items():
             if name not in self.members[instance].residents:
                 self.members[instance].forget([(name, epoch)])
@@ -171,7 +178,7 @@ class ControlPlane:
         self._changed()
 
     def _lose(self, member: Member) -> None:
-        """The instance is dead: what ran there goes on elsewhere, from the last token that was streamed."""
+        """The instance is dead: what ran there continues elsewhere, from the last token that was streamed."""
         member.alive, member.touched = False, True
         lost = [(each.name, each.epoch) for each in member.residents.values()]
         for each in list(member.residents.values()):
@@ -184,53 +191,54 @@ class ControlPlane:
 
     def on_report(self, report: Report) -> None:
         member = self.members.get(report.instance)
-        if member is None or report.life != member.life:
+        if member is None or report.incarnation != member.incarnation or self.over:
             return
         member.touched = True
-        chunks = report.chunks
-        for name, epoch, spans in report.progress:
-            self._believe(member, self.server.stream, name, epoch, spans, chunks.get(name))
-        for name, epoch, spans in report.finished:
-            if self._believe(member, self.server.generated, name, epoch, spans, chunks.get(name)):
-                trajectory = self.server.trajectories[name]
-                self.gauge.finished(trajectory.generated, trajectory.group.version or 0)
-                self._scoring.ask(trajectory)
-                self._truncating.discard(name)
-                member.residents.pop(name, None)
-        for name, epoch, spans in report.returned:
-            if self._believe(member, self._returned, name, epoch, spans, chunks.get(name)):
-                member.residents.pop(name, None)
+        for news in report.progress:
+            self._believe(member, self.server.stream, news)
+        for news in report.finished:
+            if self._believe(member, self.server.generated, news):
+                trajectory = self.server.trajectories[news.trajectory]
+                self.watch.gauge.finished(trajectory.generated, trajectory.group.version or 0)
+                self.scoring.ask(trajectory)
+                self._truncating.discard(news.trajectory)
+                member.residents.pop(news.trajectory, None)
+        for news in report.returned:
+            if self._believe(member, self._returned, news):
+                member.residents.pop(news.trajectory, None)
         for name, epoch, why in report.failed:
             self._fault(member, name, epoch, why, "no engine could serve it")
-        if report.pulled is not None and report.pulled > member.version:
-            self.server.note("pull", member.name, report.pulled)
-            member.version = report.pulled
-            self._renew(member, report.pulled)
+        if report.pulled is not None:
+            member.seen = max(member.seen, report.pulled)
+            self._pulled(member)
+        self._changed()
+
+    def _pulled(self, member: Member) -> None:
+        """An instance may hold a version before the trainer's word of it is here. Until then it counts as holding the
+        newest that is known, which is never too young."""
+        version = min(member.seen, self.ledger.version)
+        if version > member.version:
+            self.server.note("pull", member.name, version)
+            member.version, member.touched = version, True
+            self._renew(member, version)
             self._feed.push_on()
         if member.pulling is not None and member.version >= member.pulling:
             member.pulling = None
-            self.gauge.pull_ended(member.name, self._now())
-        self._changed()
+            self.watch.gauge.pull_ended(member.name, self._now())
 
     def _believe(
-        self,
-        member: Member,
-        tell: Callable[[str, int, Spans, Chunk | None], bool],
-        name: str,
-        epoch: int,
-        spans: Spans,
-        chunk: Chunk | None,
+        self, member: Member, tell: Callable[[str, int, Spans, Chunk | None], bool], news: TrajectoryNews
     ) -> bool:
-        """Tell the server. If it cannot be true, the trajectory goes on elsewhere from what was known before."""
+        """Tell the server. If it cannot be true, the trajectory continues elsewhere from what was known before."""
         try:
-            return tell(name, epoch, spans, chunk)
+            return tell(news.trajectory, news.epoch, news.spans, news.chunk)
         except BadReportError as error:
-            member.forget([(name, epoch)])
-            self._fault(member, name, epoch, str(error), "bad reports")
+            member.forget([(news.trajectory, news.epoch)])
+            self._fault(member, news.trajectory, news.epoch, str(error), "bad reports")
             return False
 
     def _fault(self, member: Member, name: str, epoch: int, why: str, reason: str) -> None:
-        """It is not to go on there. Elsewhere it may, but not for ever."""
+        """It is not to continue there. Elsewhere it may, a few times."""
         self.on_bad_report(member.name, why)
         self._truncating.discard(name)
         member.residents.pop(name, None)
@@ -245,11 +253,11 @@ class ControlPlane:
         self._truncating.discard(name)
         news = bool(spans) and self.server.generated(name, epoch, spans, chunk)
         if news:
-            self._scoring.ask(self.server.trajectories[name])
+            self.scoring.ask(self.server.trajectories[name])
         return news or self.server.give_back(name, epoch, spans)
 
     def on_scored(self, name: str, reward: float) -> None:
-        if not self._scoring.answered(name):
+        if not self.scoring.answered(name):
             return
         self._news_at = self._now()
         if completed := self.server.score(name, reward):
@@ -263,18 +271,18 @@ class ControlPlane:
             self._release(group, why, again=False)
 
     def on_score_failed(self, name: str, why: str) -> None:
-        self._scoring.failed(name, why)
+        self.scoring.failed(name, why)
 
     def on_pushed(self, version: int) -> None:
         if self._feed.pushed(version):
             self._committed()
 
     def on_trainer_lost(self) -> None:
-        if self._feed.lost():
+        if not self.over and self._feed.lost():
             self._committed()
 
     def on_trainer_back(self) -> None:
-        if self._feed.back():
+        if not self.over and self._feed.back():
             self._committed()
         self._feed.push_on()
 
@@ -288,26 +296,15 @@ class ControlPlane:
             await asyncio.sleep(self.settings.cycle_s)
 
     def _cycle(self) -> None:
+        if self.over:
+            return
         now = self._now()
         self._admit()
         in_training = self.ledger.frontier > self.ledger.version
-        self._blocking.update([] if in_training else self.ledger.blocking(), now)
+        self.watch.blocking.update([] if in_training else self.ledger.blocking(), now)
         if not self._anything_to_decide(now):
             return
-        if self._table is None:
-            self._table = FleetTable(list(self.members.values()), self.settings.cost, self.settings.strategies.headroom)
-        situation = situate(
-            now,
-            self.server,
-            self._table,
-            self.settings.strategies,
-            self.settings.cost,
-            self.gauge,
-            self._blocking,
-            self._line,
-        )
-        situation.turn = self._routed
-        decision = decide(situation, self.settings.strategies)
+        decision = decide(self.watch.situation(now), self.settings.strategies)
         self.on_decision(now, decision)
         self._obey(decision.commands)
 
@@ -318,7 +315,7 @@ class ControlPlane:
         acts_on_tail = strategies.migration != "off" or strategies.tail != "wait"
         if (
             (self.server.waiting and any(member.has_place for member in self.members.values()))
-            or (acts_on_tail and 0 < len(self._blocking.groups) <= strategies.tail_groups)
+            or (acts_on_tail and 0 < len(self.watch.blocking.groups) <= strategies.tail_groups)
             or any(member.alive and member.holds < self.ledger.version for member in self.members.values())
             or now >= self._look_at
         ):
@@ -340,7 +337,7 @@ class ControlPlane:
         for command in commands:
             match command:
                 case Route(name, _, instance, version):
-                    self._routed += 1
+                    self.watch.routed += 1
                     if placed := self.server.place(name, instance, version):
                         submitted.setdefault(instance, []).append(placed)
                 case Interrupt(name, instance, _) | Truncate(name, instance):
@@ -350,14 +347,14 @@ class ControlPlane:
                         self._truncating.add(name)
                 case Pull(instance, version):
                     self.members[instance].pull(version)
-                    self.gauge.pull_started(instance, self._now())
+                    self.watch.gauge.pull_began(instance, self._now())
                 case Abort(name, why):
                     if (group := self.server.groups.get(name)) is not None:
                         self._release(group, why)
         for instance, trajectories in interrupted.items():
             self.members[instance].interrupt(trajectories)
         for instance, trajectories in submitted.items():
-            self.members[instance].submit(trajectories)
+            self.members[instance].submit(trajectories, [self.server.work(each) for each in trajectories])
 
     def _not_scored(self, trajectory: Trajectory, why: str) -> None:
         """Its prompt gets one more chance: a reward that fails twice for one problem will fail again."""
@@ -384,13 +381,16 @@ class ControlPlane:
 
     def _end(self) -> None:
         self._feed.end()
+        self.scoring.close()
         self._done.set()
 
     def _committed(self) -> None:
-        self.gauge.committed(self._now(), self.ledger.version, self.ledger.max_staleness)
+        self.watch.gauge.committed(self._now(), self.ledger.version, self.ledger.max_staleness)
         if self._steps is not None and self.ledger.version >= self._steps:
             self._end()
             return
+        for member in self.members.values():
+            self._pulled(member)
         self._feed.push_on()
         self._changed()
 
@@ -398,7 +398,7 @@ class ControlPlane:
         """Groups that had not a single token when their instance pulled are as young as the version it pulled."""
         for each in member.residents.values():
             group = each.group
-            if each.spans or group.version is None or group.version >= version or group.complete or group.started:
+            if each.spans or group.version is None or group.version >= version or group.complete or group.begun:
                 continue
             held = [self.members[peer.instance].version for peer in group.members if peer.instance in self.members]
             self.server.renew(group, max(group.version, min(held)))
@@ -416,7 +416,7 @@ class ControlPlane:
     @property
     def cost_error(self) -> float:
         """How far the coordinator's cost model is from the steps that the instances measured."""
-        return self._table.cost_error if self._table is not None else 0.0
+        return self.watch.table.cost_error
 
     def waits_for(self) -> str:
         """What the open step waits for, in a few words."""
@@ -437,14 +437,16 @@ class ControlPlane:
         )
 
     def _watch(self, now: float) -> None:
-        """Find instances that died, that came back, or that began a new life."""
+        """Find instances that died, that came back, or that are a new incarnation."""
+        if self.over:
+            return
         for member in self.members.values():
-            snapshot = member.port.snapshot()
-            silent = now - snapshot.time > self.settings.instance_timeout_s
-            if member.alive and (silent or snapshot.life != member.life):
+            heard = member.port.heard()
+            silent = now - heard.time > self.settings.instance_timeout_s
+            if member.alive and (silent or heard.incarnation != member.incarnation):
                 self._lose(member)
             if not member.alive and not silent:
-                member.revive(snapshot)
+                member.revive(heard, self.ledger.version)
 
     def _changed(self) -> None:
         self._news_at = self._now()

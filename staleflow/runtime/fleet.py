@@ -1,8 +1,10 @@
-"""The instances as the control plane knows them: the latest snapshot of each, and the commands it cannot show yet.
+"""The instances as the control plane knows them: what was last heard of each, and the commands that cannot show yet.
 
-A snapshot says which command it was taken after. Commands with a higher number are counted on top of it (the
-speculative state), so a decision never forgets what was decided a moment ago, however late snapshots are.
+A state says which command it was taken after. Commands with a higher number are counted on top of it (the speculative
+state), so a decision never forgets what was decided a moment ago, however late instances are heard.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,8 +13,9 @@ import numpy as np
 
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.situation import Fleet, InstanceView
-from staleflow.runtime.ports import Fence, InstancePort, Snapshot, Work
+from staleflow.runtime.ports import Heard, InstancePort
 from staleflow.servers.lifecycle import Trajectory
+from staleflow.types import Abort, Fence, Interrupt, Pull, Submit, Work
 
 ALL_S = 10.0
 """Contexts grow while nothing happens: after this time every row of the table is written again."""
@@ -20,7 +23,7 @@ ALL_S = 10.0
 
 @dataclass(slots=True)
 class Issued:
-    """The effect of a command that a snapshot may not show yet."""
+    """The effect of a command that the instance's state may not show yet."""
 
     number: int
     running: int
@@ -33,9 +36,8 @@ class Member:
 
     port: InstancePort
     term: int
-    """The life of the control plane."""
-    life: int = 0
-    """The life of the instance."""
+    """Of the control plane."""
+    incarnation: int = 0
     alive: bool = True
     number: int = 0
     """Commands given in this term."""
@@ -48,86 +50,94 @@ class Member:
     """Whether a command or a report has changed what its row should show."""
     lost: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     """What it held when it was taken for dead; to be dropped there should it come back."""
+    seen: int = -1
+    """The version it has reported to hold; -1 before its first pull."""
     version: int = -1
-    """The version it has reported to hold; -1 before its first pull. Tokens it has not reported yet are no older."""
+    """The same as far as the ledger knows that version. Tokens it has not reported yet are no older."""
+    max_running: int = 0
 
     @property
     def name(self) -> str:
         return self.port.name
 
-    def submit(self, trajectories: Sequence[Trajectory]) -> None:
-        work = [
-            Work(each.name, each.epoch, each.group.name, each.group.prompt_tokens, each.spans) for each in trajectories
-        ]
-        self.issued.append(Issued(self.number + 1, len(work), sum(each.context for each in trajectories)))
+    @classmethod
+    def of(cls, port: InstancePort, term: int, heard: Heard, newest: int) -> Member:
+        state = heard.state
+        version = min(state.version, newest)
+        return cls(port, term, heard.incarnation, seen=state.version, version=version, max_running=state.max_running)
+
+    def submit(self, trajectories: Sequence[Trajectory], work: list[Work]) -> None:
+        self.issued.append(Issued(self.number + 1, len(trajectories), sum(each.context for each in trajectories)))
         self.residents.update((each.name, each) for each in trajectories)
-        self.port.submit(self._next(), work)
+        self.port.send(Submit(self._next(), work))
 
     def interrupt(self, trajectories: Sequence[Trajectory]) -> None:
         self.issued.append(Issued(self.number + 1, -len(trajectories), -sum(each.context for each in trajectories)))
-        self.port.interrupt(self._next(), [(each.name, each.epoch) for each in trajectories])
+        self.port.send(Interrupt(self._next(), [(each.name, each.epoch) for each in trajectories]))
 
     def abort(self, trajectories: Sequence[Trajectory]) -> None:
         for each in trajectories:
             self.residents.pop(each.name, None)
-        self.port.abort(self._next(), [(each.name, each.epoch) for each in trajectories])
+        self.forget([(each.name, each.epoch) for each in trajectories])
 
     def pull(self, version: int) -> None:
         self.pulling = version
-        self.port.pull(self._next(), version)
+        self.port.send(Pull(self._next(), version))
 
     def forget(self, names: Sequence[tuple[str, int]]) -> None:
         """Drop what it holds and nobody wants."""
-        self.port.abort(self._next(), names)
+        self.port.send(Abort(self._next(), list(names)))
 
-    def revive(self, snapshot: Snapshot) -> None:
-        """It is heard of again. In the same life it still holds what was taken from it."""
-        if snapshot.life == self.life:
+    def revive(self, heard: Heard, newest: int) -> None:
+        """It is heard of again. The same incarnation still holds what was taken from it."""
+        if heard.incarnation == self.incarnation:
             if self.lost:
                 self.forget(self.lost)
         else:
-            self.life, self.version, self.number = snapshot.life, snapshot.version, 0
+            self.incarnation, self.number = heard.incarnation, 0
+            self.seen, self.version = heard.state.version, min(heard.state.version, newest)
         self.alive, self.touched, self.lost = True, True, []
 
     @property
     def has_place(self) -> bool:
         """Whether it could run one more."""
-        return self.alive and len(self.residents) < self.port.snapshot().max_running
+        return self.alive and len(self.residents) < self.max_running
 
     @property
     def holds(self) -> int:
         """The version of whatever it decodes next."""
         return self.version if self.pulling is None else self.pulling
 
-    def write(self, row: int, table: Fleet, snapshot: Snapshot, cost: CostModel, headroom: int) -> None:
+    def write(self, row: int, table: Fleet, heard: Heard, cost: CostModel, headroom: int) -> None:
         """Put the instance, with every command counted in, into its row of the table."""
-        current = (snapshot.applied.term, snapshot.applied.life) == (self.term, self.life)
-        shown = snapshot.applied.number if current else 0
+        term, incarnation, number = heard.applied
+        shown = number if (term, incarnation) == (self.term, self.incarnation) else 0
         if self.issued and self.issued[0].number <= shown:
             self.issued = [each for each in self.issued if each.number > shown]
-        running, context = snapshot.running, snapshot.context
-        free = snapshot.kv_free - headroom * snapshot.running
+        state = heard.state
+        running, context = state.running, state.context
+        free = state.kv_free - headroom * running
         for each in self.issued:
             running += each.running
             context += each.context
             free -= each.context + headroom * each.running
         table.version[row] = self.holds
         table.running[row] = max(0, running)
-        table.waiting[row] = snapshot.waiting
+        table.waiting[row] = state.waiting
         table.context[row] = max(0, context)
         table.kv_free[row] = free
-        table.max_running[row] = snapshot.max_running
+        table.max_running[row] = self.max_running = state.max_running
         table.alive[row] = self.alive
         table.pulling[row] = self.pulling is not None
-        if snapshot.step is not None and snapshot.step[2] > 0:
-            sequences, tokens, seconds = snapshot.step
+        if state.step is not None and state.step[2] > 0:
+            sequences, tokens, seconds = state.step
             measured = cost.step(sequences, tokens) / seconds
             table.speed[row] += 0.5 * (measured - table.speed[row])
 
     def _next(self) -> Fence:
         self.number += 1
         self.touched = True
-        return Fence(self.term, self.life, self.number)
+        return Fence(self.term, self.incarnation, self.number)
 
 
 class FleetTable:
@@ -153,6 +163,6 @@ class FleetTable:
             self._all_at = now + ALL_S
         for row, member in enumerate(self.members):
             if everyone or member.touched:
-                member.write(row, self.fleet, member.port.snapshot(), self._cost, self._headroom)
+                member.write(row, self.fleet, member.port.heard(), self._cost, self._headroom)
                 member.touched = False
         return self.fleet

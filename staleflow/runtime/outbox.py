@@ -2,7 +2,7 @@
 
 The journal commits in groups, a few milliseconds behind the control plane. What the control plane says meanwhile waits
 here, in order, until the journal has caught up with everything that was written before it was said. So whatever an
-instance, the trainer or a reward worker has done is known to the next life of the control plane as well.
+instance, the trainer or a reward worker has done is known to the next term of the control plane as well.
 
     outbox = Outbox(journal)
     journal.on_durable = outbox.waker(loop)
@@ -10,14 +10,15 @@ instance, the trainer or a reward worker has done is known to the next life of t
     control.join(HeldInstance(instance, outbox))
 """
 
-from asyncio import AbstractEventLoop
+from asyncio import AbstractEventLoop, get_running_loop
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from staleflow.runtime.ports import Fence, InstancePort, RewardPort, Snapshot, TrainerPort, Work
+from staleflow.runtime.ports import InstancePort, RewardPort, TrainerPort
 from staleflow.servers.journal import Journal
 from staleflow.servers.lifecycle import Group, Trajectory
+from staleflow.types import Command
 
 
 class Outbox:
@@ -34,7 +35,7 @@ class Outbox:
         self._behind(self._journal.position, deliver, message)
 
     def pass_on(self, deliver: Callable[..., None], *message: Any) -> None:
-        """Now, or behind what waits: nothing comes of it that the next life of the control plane must know."""
+        """Now, or behind what waits: nothing comes of it that the next term of the control plane must know."""
         self._behind(0, deliver, message)
 
     def _behind(self, position: int, deliver: Callable[..., None], message: tuple[Any, ...]) -> None:
@@ -75,43 +76,35 @@ class HeldInstance:
 
     def __init__(self, port: InstancePort, outbox: Outbox) -> None:
         self.name = port.name
+        self.heard = port.heard
+        self.held = port.held
         self._port = port
         self._outbox = outbox
 
-    def submit(self, fence: Fence, work: Sequence[Work]) -> None:
-        self._outbox.send(self._port.submit, fence, work)
-
-    def interrupt(self, fence: Fence, names: Sequence[tuple[str, int]]) -> None:
-        self._outbox.send(self._port.interrupt, fence, names)
-
-    def abort(self, fence: Fence, names: Sequence[tuple[str, int]]) -> None:
-        self._outbox.send(self._port.abort, fence, names)
-
-    def pull(self, fence: Fence, version: int) -> None:
-        self._outbox.send(self._port.pull, fence, version)
-
-    def snapshot(self) -> Snapshot:
-        return self._port.snapshot()
-
-    def held(self) -> list[tuple[str, int]]:
-        return self._port.held()
+    def send(self, command: Command) -> None:
+        self._outbox.send(self._port.send, command)
 
 
 class HeldTrainer:
     """A trainer that makes no version of anything that might be forgotten.
 
-    It may hear of groups at once: until ``finish`` they are only gradients in its memory, and the next life of the
+    It may hear of groups at once: until ``finish`` they are only gradients in its memory, and the next term of the
     control plane begins with ``reset``.
     """
 
-    def __init__(self, port: TrainerPort, outbox: Outbox) -> None:
+    def __init__(self, port: TrainerPort, outbox: Outbox, on_wait: Callable[[float], None] | None = None) -> None:
+        """``on_wait`` is told how many seconds the word that a step is whole waited for the journal."""
         self._port = port
         self._outbox = outbox
+        self._on_wait = on_wait
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:
         self._outbox.pass_on(self._port.feed, step, groups)
 
     def finish(self, step: int) -> None:
+        if self._on_wait is not None:
+            began = get_running_loop().time()
+            self._outbox.send(lambda told: told(get_running_loop().time() - began), self._on_wait)
         self._outbox.send(self._port.finish, step)
 
     def reset(self) -> None:

@@ -15,6 +15,7 @@ from staleflow.servers.lifecycle import Trajectory
 class _Asked:
     trajectory: Trajectory
     tries: int
+    since: float
     expires: float
 
 
@@ -26,21 +27,26 @@ class Scoring:
         self._timeout_s = timeout_s
         self._tries = tries
         self._give_up = give_up
+        self.on_answer: Callable[[float], None] = lambda _seconds: None
+        """Told how long each answer took."""
         self._asked: dict[str, _Asked] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def ask(self, trajectory: Trajectory, tries: int = 1) -> None:
-        expires = asyncio.get_running_loop().time() + self._timeout_s
+        now = asyncio.get_running_loop().time()
         if tries > 1:
             self._asked.pop(trajectory.name, None)  # so that the dictionary stays in the order of expiry
-        self._asked[trajectory.name] = _Asked(trajectory, tries, expires)
+        self._asked[trajectory.name] = _Asked(trajectory, tries, now, now + self._timeout_s)
         if self._timer is None:
             self._arm()
         self._port.score(trajectory)
 
     def answered(self, name: str) -> bool:
         """Whether anyone was waiting for this answer."""
-        return self._asked.pop(name, None) is not None
+        asked = self._asked.pop(name, None)
+        if asked is not None:
+            self.on_answer(asyncio.get_running_loop().time() - asked.since)
+        return asked is not None
 
     def failed(self, name: str, why: str) -> None:
         asked = self._asked.get(name)
@@ -55,6 +61,7 @@ class Scoring:
             self._give_up(asked.trajectory, why)
 
     def close(self) -> None:
+        """Wait for no answer any more: those that come are no news."""
         self._asked.clear()
         if self._timer is not None:
             self._timer.cancel()

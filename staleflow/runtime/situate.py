@@ -1,6 +1,11 @@
-"""From what the control plane knows to the ``Situation`` that strategies decide on."""
+"""From what the control plane knows to the ``Situation`` that strategies decide on.
 
-from collections.abc import Sequence
+watch = Watch(server, members, strategies, cost, pull_s=1.0)
+watch.gauge.finished(tokens=120, version=3)        # as things happen
+situation = watch.situation(now)
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 
@@ -9,7 +14,7 @@ import numpy as np
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.situation import Pace, Queued, Resident, Situation
 from staleflow.coordinator.strategies import Strategies
-from staleflow.runtime.fleet import FleetTable
+from staleflow.runtime.fleet import FleetTable, Member
 from staleflow.servers.lifecycle import Trajectory
 from staleflow.servers.trajectories import TrajectoryServer
 
@@ -55,12 +60,12 @@ class Gauge:
     _lengths: dict[int, Lengths] = field(default_factory=lambda: {0: Lengths()})
     _pulls: dict[str, float] = field(default_factory=dict[str, float])
 
-    def pull_started(self, instance: str, now: float) -> None:
+    def pull_began(self, instance: str, now: float) -> None:
         self._pulls[instance] = now
 
     def pull_ended(self, instance: str, now: float) -> None:
-        if (started := self._pulls.pop(instance, None)) is not None:
-            self.pull_s += 0.1 * (now - started - self.pull_s)
+        if (began := self._pulls.pop(instance, None)) is not None:
+            self.pull_s += 0.1 * (now - began - self.pull_s)
 
     def committed(self, now: float, version: int, max_staleness: int) -> None:
         """``version`` can be served from now on; groups of versions that are too old for its step have all ended."""
@@ -124,39 +129,64 @@ def blend(old: float, new: float, share: float) -> float:
     return old + share * (new - old) if old else new
 
 
-def situate(
-    now: float,
-    server: TrajectoryServer,
-    table: FleetTable,
-    strategies: Strategies,
-    cost: CostModel,
-    gauge: Gauge,
-    blocking: Blocking,
-    line: Line,
-) -> Situation:
-    """One consistent picture of this moment."""
-    ledger, fleet, pace = server.ledger, table.refresh(now), gauge.pace()
-    free = np.maximum(0, fleet.max_running - fleet.running) @ fleet.alive
-    versions = {version for version in fleet.version.tolist() if version >= 0} | {ledger.version}
-    return Situation(
-        now=now,
-        newest=ledger.version,
-        fleet=fleet,
-        queue=line.queue(server, min(MOST_QUEUED, int(free))),
-        room={version: ledger.room(version) for version in versions},
-        cost=cost,
-        pull_s=gauge.pull_s,
-        group_size=server.group_size,
-        max_staleness=ledger.max_staleness,
-        batch_size=ledger.batch_size,
-        pace=pace,
-        blockers=blockers(server, table.rows, blocking.groups)
-        if len(blocking.groups) <= strategies.tail_groups
-        else [],
-        thrashing=thrashing(table) if fleet.waiting.any() else [],
-        movable=movable(table, ledger.version, pace.step_s) if strategies.migration == "gain" else [],
-        blocked_since=blocking.since,
-    )
+class Watch:
+    """What is seen of a run beyond the state of the server: its pace, its fleet, and what holds the open step up."""
+
+    def __init__(
+        self,
+        server: TrajectoryServer,
+        members: Mapping[str, Member],
+        strategies: Strategies,
+        cost: CostModel,
+        pull_s: float,
+    ) -> None:
+        self.gauge = Gauge(pull_s)
+        self.blocking = Blocking()
+        self.routed = 0
+        """Trajectories sent to an instance so far."""
+        self._server = server
+        self._members = members
+        self._strategies = strategies
+        self._cost = cost
+        self._line = Line()
+        self._table: FleetTable | None = None
+
+    def forget_table(self) -> None:
+        """There are other instances than before."""
+        self._table = None
+
+    @property
+    def table(self) -> FleetTable:
+        if self._table is None:
+            self._table = FleetTable(list(self._members.values()), self._cost, self._strategies.headroom)
+        return self._table
+
+    def situation(self, now: float) -> Situation:
+        """One consistent picture of this moment."""
+        server, table, strategies, blocking = self._server, self.table, self._strategies, self.blocking
+        ledger, fleet, pace = server.ledger, table.refresh(now), self.gauge.pace()
+        free = np.maximum(0, fleet.max_running - fleet.running) @ fleet.alive
+        versions = {version for version in fleet.version.tolist() if version >= 0} | {ledger.version}
+        return Situation(
+            now=now,
+            newest=ledger.version,
+            fleet=fleet,
+            queue=self._line.queue(server, min(MOST_QUEUED, int(free))),
+            room={version: ledger.room(version) for version in versions},
+            cost=self._cost,
+            pull_s=self.gauge.pull_s,
+            group_size=server.group_size,
+            max_staleness=ledger.max_staleness,
+            batch_size=ledger.batch_size,
+            pace=pace,
+            blockers=blockers(server, table.rows, blocking.groups)
+            if len(blocking.groups) <= strategies.tail_groups
+            else [],
+            thrashing=thrashing(table) if fleet.waiting.any() else [],
+            movable=movable(table, ledger.version, pace.step_s) if strategies.migration == "gain" else [],
+            blocked_since=blocking.since,
+            turn=self.routed,
+        )
 
 
 def blockers(server: TrajectoryServer, rows: dict[str, int], names: Sequence[str]) -> list[Resident]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from staleflow.protocol import REDUNDANT, StalenessLedger
+from staleflow.protocol import REDUNDANT, Ledger
 from staleflow.servers.journal import NOTES, Event
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Payloads
@@ -16,9 +16,7 @@ from staleflow.types import Spans
 
 
 class Book:
-    def __init__(
-        self, ledger: StalenessLedger, group_size: int, extra_members: int, payloads: Payloads | None = None
-    ) -> None:
+    def __init__(self, ledger: Ledger, group_size: int, extra_members: int, payloads: Payloads | None = None) -> None:
         self.ledger = ledger
         self.group_size = group_size
         self.extra_members = extra_members
@@ -44,7 +42,7 @@ class Book:
         self._dropped: list[str] = []
         """Names whose payload the event that is being applied makes needless."""
         self._news: list[Callable[[], None]] = []
-        """What listeners are to be told of the event that is being applied, once it is written."""
+        """Calls of listeners for the event that is being applied, made once it is written."""
 
     def hold(self, group: Group) -> None:
         """A group is live from now on."""

@@ -4,9 +4,11 @@ import fcntl
 import os
 import sqlite3
 import struct
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
-from staleflow.errors import StaleFlowError
+from staleflow.errors import RunError, line_of
 
 FORMAT = 1
 
@@ -18,7 +20,7 @@ CREATE TABLE payload(id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, size I
 """
 
 
-class JournalError(StaleFlowError, RuntimeError):
+class JournalError(RunError):
     """The journal cannot be opened, read or written; the message says what to do."""
 
 
@@ -79,6 +81,8 @@ def opened(path: Path) -> sqlite3.Connection:
         if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             db.executescript(f"BEGIN; {SCHEMA} INSERT INTO meta VALUES('format', {FORMAT}); COMMIT;")
         found = db.execute("SELECT value FROM meta WHERE key='format'").fetchone()
+        if (wrong := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise sqlite3.DatabaseError(f"malformed: {' '.join(wrong.split())}")
     except sqlite3.Error as error:
         raise JournalError(f"cannot open the journal {path} ({error}): {fix_for(error)}") from error
     if found is None or found[0] != FORMAT:
@@ -89,6 +93,18 @@ def opened(path: Path) -> sqlite3.Connection:
             "update StaleFlow, or use another run directory"
         )
     return db
+
+
+@contextmanager
+def readable(path: Path) -> Generator[None]:
+    """What a damaged file makes of reading it, in one line. SQLite notices some damage, other gives odd values."""
+    try:
+        yield
+    except (sqlite3.Error, TypeError, ValueError, KeyError, OverflowError) as error:
+        raise JournalError(
+            f"the journal {path} is damaged ({line_of(error)}): restore it from a copy, or start a new run from "
+            "the latest checkpoint"
+        ) from error
 
 
 def fix_for(error: Exception) -> str:

@@ -15,7 +15,7 @@ in ``payload_files.py``'s files where the tokens of live trajectories are, synce
 stay in the log for those who ask what happened; their payload does not.
 
 Only the owner writes: a lock file, which the kernel lets go of when its holder dies, keeps a second one out. Anyone may
-read while a run is going on.
+read while a run is in progress.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from typing import Any, cast
 
 import msgspec
 
-from staleflow.servers.database import JournalError, fix_for, locked, opened, torn_bytes
+from staleflow.servers.database import JournalError, fix_for, locked, opened, readable, torn_bytes
 from staleflow.servers.journal import Event
 from staleflow.servers.payload_files import Named, PayloadFiles, Place
-from staleflow.servers.payloads import Chunk
+from staleflow.types import Chunk
 
 SNAPSHOT_EVENTS = 200_000
-"""Replaying so many takes about a second."""
+"""Replaying this many takes about a second."""
 TRANSACTION_BYTES = 8 << 20
 """Payload in one transaction, about; it bounds how long an event waits for its sync behind others."""
 RETRY_S = 1.0
@@ -83,15 +83,16 @@ class DurableJournal:
             if torn := torn_bytes(self.path):
                 self.notes.append(f"{self.path}: dropped {torn} bytes of a write that a crash left unfinished")
             self._db = opened(self.path)
-            self.durable = self._last()
-            self._places = {row: Place(*where) for row, *where in self._db.execute("SELECT * FROM payload")}
-            """By row of the table: where the chunks of one transaction are."""
+            with readable(self.path):
+                self.durable = self.position = int(self._last())
+                self._snapshot_at = int(self._latest_snapshot())
+                rows = self._db.execute("SELECT * FROM payload")
+                self._places = {int(row): Place(*map(int, where)) for row, *where in rows}
+                """By row of the table: where the chunks of one transaction are."""
             self._files = PayloadFiles(self.path.with_name(self.path.name + "-payload"), self._places.values())
         except BaseException:
             os.close(self._lock_file)
             raise
-        self.position = self.durable
-        self._snapshot_at = self._latest_snapshot()
         self._rows: dict[str, list[int]] = {}
         """By name: the rows that hold its payload, one entry for each chunk."""
         self._live: dict[int, int] = {}
@@ -262,12 +263,14 @@ class DurableJournal:
     # Reading back
 
     def belongs_to(self, settings: dict[str, int]) -> None:
-        """Remember what the run was started with, or refuse to go on with something else."""
-        found = self._db.execute("SELECT value FROM meta WHERE key='settings'").fetchone()
-        if found is None:
+        """Remember what the run was started with, or refuse to continue with something else."""
+        with readable(self.path):
+            found = self._db.execute("SELECT value FROM meta WHERE key='settings'").fetchone()
+            before = None if found is None else dict(json.loads(found[0]))
+        if before is None:
             self._db.execute("INSERT INTO meta VALUES('settings', ?)", (json.dumps(settings),))
             return
-        for key, old in json.loads(found[0]).items():
+        for key, old in before.items():
             if settings.get(key) != old:
                 raise JournalError(
                     f"the run in {self.path} was started with {key}={old}, not {settings.get(key)}: "
@@ -276,11 +279,13 @@ class DurableJournal:
 
     def recovered(self) -> tuple[dict[str, Any] | None, Iterator[Event]]:
         """The latest snapshot, if there is one, and every event after it."""
-        found = self._db.execute("SELECT position, crc, body FROM snapshot").fetchone()
+        with readable(self.path):
+            found = self._db.execute("SELECT position, crc, body FROM snapshot").fetchone()
+            damaged = found is not None and zlib.crc32(found[2]) != found[1]
         if found is None:
             return None, self.events()
-        position, crc, body = found
-        if zlib.crc32(body) != crc:
+        position, _, body = found
+        if damaged:
             self.notes.append(f"{self.path}: the snapshot is damaged; every event is replayed instead")
             return None, self.events()
         return cast(dict[str, Any], _decode(body)), self.events(after=position)
@@ -288,14 +293,22 @@ class DurableJournal:
     def events(self, after: int = 0) -> Iterator[Event]:
         """Every event that is on disk, from the one behind ``after`` on."""
         expected = after
-        for last, count, crc, body in self._db.execute("SELECT * FROM log WHERE last > ? ORDER BY last", (after,)):
-            if zlib.crc32(body) != crc or last - count != expected:
+        with readable(self.path):
+            rows = self._db.execute("SELECT * FROM log WHERE last > ? ORDER BY last", (after,))
+        while True:
+            with readable(self.path):
+                if (row := next(rows, None)) is None:
+                    return
+                last, count, crc, body = row
+                whole = zlib.crc32(body) == crc and last - count == expected
+                events = cast(list[Any], _decode(body)) if whole else []
+            if not whole:
                 raise JournalError(
                     f"{self.path} is damaged: events {expected + 1} to {last} cannot be read, those before are whole. "
                     "Restore the file from a copy, or start a new run from the latest checkpoint"
                 )
             expected = last
-            for event in cast(list[Any], _decode(body)):
+            for event in events:
                 yield frozen(event)
 
     def payloads(self, live: Container[str]) -> Iterator[Named]:

@@ -10,7 +10,7 @@ import marshal
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from staleflow.servers.payloads import Chunk
+from staleflow.types import Chunk
 
 Event = tuple[Any, ...]
 

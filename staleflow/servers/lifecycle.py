@@ -15,7 +15,7 @@ streamed. An interrupted trajectory may still be reported as generated: it ended
 from dataclasses import dataclass, field
 from typing import Literal
 
-from staleflow.types import Spans
+from staleflow.types import Spans, token_count
 
 State = Literal["queued", "running", "interrupted", "generated", "scored", "complete", "consumed", "aborted"]
 
@@ -49,7 +49,7 @@ class Trajectory:
     reward: float | None = None
 
     def stamp(self, spans: Spans) -> None:
-        self.spans, self.generated = spans, sum(count for _, count in spans)
+        self.spans, self.generated = spans, token_count(spans)
 
     @property
     def context(self) -> int:
@@ -77,5 +77,6 @@ class Group:
     complete: bool = False
 
     @property
-    def started(self) -> bool:
+    def begun(self) -> bool:
+        """Whether any member has a token."""
         return any(member.spans for member in self.members)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from staleflow.servers.payloads import Chunk
+from staleflow.types import Chunk
 
 FILE_BYTES = 32 << 20
 """A new file is begun behind this."""
@@ -51,7 +51,7 @@ class PayloadFiles:
 
     def write(self, chunks: Iterable[Named]) -> Place:
         """Write and sync. Nothing counts until ``keep`` is told that the journal has committed the place."""
-        body = _encode([(name, *chunk) for name, chunk in chunks])
+        body = _encode([(name, each.start, each.tokens, each.logprobs) for name, each in chunks])
         if self._handle is None or self._end >= FILE_BYTES:
             self._begin()
         assert self._handle is not None

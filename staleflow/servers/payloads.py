@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-TOKEN = np.dtype("<i4")
-LOGPROB = np.dtype("<f4")
+from staleflow.types import LOGPROB, TOKEN, Chunk, Row
+
 TOKEN_BYTES = TOKEN.itemsize + LOGPROB.itemsize
 LOGPROB_SLACK = float(np.float32(1e-3))
 """A log-probability may come out a little above zero by rounding. (Itself a float32: all comparisons agree.)"""
@@ -34,28 +34,6 @@ FEW_BYTES = 1024 if sys.byteorder == "little" else 0
 
 class BadReportError(ValueError):
     """A report whose content cannot be true; the message names the trajectory. Nothing was changed."""
-
-
-class Chunk(NamedTuple):
-    """Tokens ``start``, ``start + 1``, ... of a trajectory: little-endian int32 ids and float32 log-probabilities.
-
-    A prompt is a chunk too, without log-probabilities.
-    """
-
-    start: int
-    tokens: bytes
-    logprobs: bytes = b""
-
-    @classmethod
-    def of(cls, start: int, tokens: npt.ArrayLike, logprobs: npt.ArrayLike = ()) -> Chunk:
-        return cls(start, np.asarray(tokens, TOKEN).tobytes(), np.asarray(logprobs, LOGPROB).tobytes())
-
-    def after(self, known: int) -> Chunk:
-        """Without the tokens before ``known``."""
-        skip = known - self.start
-        if skip <= 0:
-            return self
-        return Chunk(known, self.tokens[skip * TOKEN.itemsize :], self.logprobs[skip * LOGPROB.itemsize :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +177,6 @@ class Payloads:
     def __contains__(self, name: str) -> bool:
         return name in self._held
 
-    def prompt(self, group: str) -> npt.NDArray[np.int32]:
-        return self.tokens(group)
-
     def token_bytes(self, name: str) -> bytes:
         """Its token ids as they are kept: little-endian int32."""
         return _join(self._held[name])[0]
@@ -275,26 +250,16 @@ class Packed(NamedTuple):
     rewards: npt.NDArray[np.float64]
 
 
-class Row(NamedTuple):
-    """One trajectory for the trainer."""
-
-    name: str
-    prompt: npt.NDArray[np.int32]
-    tokens: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    spans: Sequence[tuple[int, int]]
-    reward: float
-
-
 def pack(rows: Sequence[Row]) -> Packed:
     """Join rows into flat arrays: a handful of block copies, however many tokens there are."""
-    prompts = np.array([row.prompt.size for row in rows], np.int64)
-    sizes = prompts + np.array([row.tokens.size for row in rows], np.int64)
+    prompts = np.array([len(row.prompt_bytes) // TOKEN.itemsize for row in rows], np.int64)
+    sizes = prompts + np.array([len(row.token_bytes) // TOKEN.itemsize for row in rows], np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     zeros = np.zeros(int(prompts.max(initial=0)), LOGPROB)
     parts: list[Any] = [part for row in rows for part in (row.prompt, row.tokens)]
-    logprobs: list[Any] = [part for row in rows for part in (zeros[: row.prompt.size], row.logprobs)]
-    spans = [span for row in rows for span in ((-1, row.prompt.size), *row.spans)]
+    sized = list(zip(rows, prompts.tolist(), strict=True))
+    logprobs: list[Any] = [part for row, size in sized for part in (zeros[:size], row.logprobs)]
+    spans = [span for row, size in sized for span in ((-1, size), *row.spans)]
     return Packed(
         tuple(row.name for row in rows),
         starts,

@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from staleflow.protocol import REDUNDANT, StalenessLedger
+from staleflow.protocol import REDUNDANT, Ledger
 from staleflow.servers.book import Book, group_name, still_running
 from staleflow.servers.journal import Event, Journal
 from staleflow.servers.lifecycle import Group, State, Trajectory
-from staleflow.servers.payloads import BadReportError, Chunk, Payloads, Row
+from staleflow.servers.payloads import BadReportError, Payloads
 from staleflow.servers.state import to_state
-from staleflow.types import Spans
+from staleflow.types import Chunk, Row, Spans, Work, token_count
 
 ON_AN_INSTANCE: tuple[State, ...] = ("running", "interrupted")
 UNFINISHED: tuple[State, ...] = ("queued", *ON_AN_INSTANCE)
@@ -44,7 +44,7 @@ class Prompts(Protocol):
 class TrajectoryServer(Book):
     def __init__(
         self,
-        ledger: StalenessLedger,
+        ledger: Ledger,
         group_size: int,
         extra_members: int,
         journal: Journal,
@@ -120,7 +120,7 @@ class TrajectoryServer(Book):
     def stream(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None = None) -> bool:
         """Tokens so far, and those among them that are new. Keeps the longer of what is known and what is reported."""
         trajectory = self._current(name, epoch, ON_AN_INSTANCE)
-        if trajectory is None or tokens(spans) <= trajectory.generated:
+        if trajectory is None or token_count(spans) <= trajectory.generated:
             return False
         news = self._checked(trajectory, spans, chunk)
         if not self._within(trajectory.group, spans):
@@ -210,17 +210,25 @@ class TrajectoryServer(Book):
         self._write(("consume", tuple(batch.groups), tuple(batch.aborted)))
         return [self.groups[name] for name in batch.groups if name not in before], running
 
+    def work(self, trajectory: Trajectory) -> Work:
+        """What an instance needs to generate it, from the beginning or from where it is."""
+        name, group, payloads = trajectory.name, trajectory.group, self.payloads
+        work = name, trajectory.epoch, group.name, group.prompt_tokens, trajectory.spans
+        if payloads is None:
+            return Work(*work)
+        return Work(*work, payloads.token_bytes(group.name), payloads.token_bytes(name), payloads.logprob_bytes(name))
+
     def rows(self, groups: Iterable[Group]) -> list[Row]:
-        """What the trainer needs of complete groups: arrays that share their memory with the server's."""
+        """What the trainer needs of complete groups, on the server's own memory."""
         payloads = self.payloads
         if payloads is None:
             raise ValueError("this server keeps no payload: give it one to train on")
         return [
             Row(
                 member.name,
-                payloads.prompt(group.name),
-                payloads.tokens(member.name),
-                payloads.logprobs(member.name),
+                payloads.token_bytes(group.name),
+                payloads.token_bytes(member.name),
+                payloads.logprob_bytes(member.name),
                 member.spans,
                 member.reward or 0.0,
             )
@@ -272,7 +280,7 @@ class TrajectoryServer(Book):
             )
         if self.payloads is None:
             return None
-        news = self.payloads.checked(name, trajectory.generated, tokens(spans), chunk)
+        news = self.payloads.checked(name, trajectory.generated, token_count(spans), chunk)
         return (name, news) if news is not None and news.tokens else None
 
     def _within(self, group: Group, spans: Spans) -> bool:
@@ -289,7 +297,7 @@ class TrajectoryServer(Book):
         return True
 
     def _current(self, name: str, epoch: int, states: tuple[State, ...]) -> Trajectory | None:
-        """The trajectory, if the report is about its present life."""
+        """The trajectory, if the report is about its present epoch."""
         trajectory = self.trajectories.get(name)
         if trajectory is None:
             self.on_refused(name, "no such trajectory is live")
@@ -308,7 +316,3 @@ def extends(old: Spans, new: Spans) -> bool:
     return (
         len(new) > last and new[:last] == old[:last] and new[last][0] == old[last][0] and new[last][1] >= old[last][1]
     )
-
-
-def tokens(spans: Spans) -> int:
-    return spans[0][1] if len(spans) == 1 else sum(count for _, count in spans)

@@ -21,13 +21,15 @@ from contextvars import Context
 from heapq import heappop, heappush
 from typing import Any, TypeVar
 
-from staleflow.errors import StaleFlowError
+from staleflow.errors import RunError
 
 Result = TypeVar("Result")
 
 
-class DeadlockError(StaleFlowError, RuntimeError):
+class DeadlockError(RunError):
     """No timer is left and tasks are pending."""
+
+    exit_code = 1
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

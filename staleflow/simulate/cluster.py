@@ -12,30 +12,32 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable
-from typing import Any
 
-from staleflow.coordinator.decide import Decision
+import msgspec
+
+from staleflow.coordinator.decide import Decision, plain
 from staleflow.coordinator.situation import Route
+from staleflow.rollout.engine import Request
 from staleflow.runtime.control import ControlPlane, Settings
-from staleflow.runtime.filters import no_signal
 from staleflow.runtime.outbox import HeldInstance, HeldRewards, HeldTrainer, Outbox
-from staleflow.runtime.ports import Report, Work
 from staleflow.servers.book import let_go, of_group
+from staleflow.servers.filters import no_signal
 from staleflow.servers.lifecycle import Group, Trajectory
-from staleflow.servers.payloads import TOKEN
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.simulate.clock import VirtualLoop
 from staleflow.simulate.disk import SimJournal
+from staleflow.simulate.engine import SimEngine
 from staleflow.simulate.instance import Instance
 from staleflow.simulate.network import Network, Remote
 from staleflow.simulate.policy import STALEFLOW, Policy
-from staleflow.simulate.presets import BLOCK, Setting
 from staleflow.simulate.randomness import Keyed
 from staleflow.simulate.recorder import Recorder
 from staleflow.simulate.rewards import SimRewards
 from staleflow.simulate.rollout import SimRollout
+from staleflow.simulate.setting import BLOCK, Setting
 from staleflow.simulate.trainer import SimTrainer
 from staleflow.simulate.weights import SimWeights
+from staleflow.types import TOKEN, Report, TrajectoryNews
 
 DECISION = "decision"
 SYNC_S = 0.02
@@ -70,7 +72,7 @@ class Cluster:
             self.loop,
             self.keyed,
             setting.reward_s,
-            setting.reward_success if setting.filter_uniform else None,
+            setting.reward_success if setting.filter != "none" else None,
             self.scored,
         )
         self.control = self.new_control(term=1)
@@ -103,14 +105,14 @@ class Cluster:
             self.join(rollout)
         for start in self.on_start:
             start()
-        while not await self._live():
+        while not await self._term():
             await asyncio.sleep(self._down_s)
             self._recover()
         for end in self.on_end:
             end()
 
-    async def _live(self) -> bool:
-        """One life of the control plane. Whether it reached the end of the run."""
+    async def _term(self) -> bool:
+        """One term of the control plane. Whether it reached the end of the run."""
         run = asyncio.create_task(self._to_the_end(), name="the run")
         killed = asyncio.create_task(self._killed.wait(), name="kill of the control plane")
         finished, _ = await asyncio.wait({run, killed}, return_when=asyncio.FIRST_COMPLETED)
@@ -194,7 +196,7 @@ class Cluster:
             settings, server, HeldTrainer(self.trainer, outbox), HeldRewards(self.rewards, outbox), self, term
         )
         control.on_decision = self._decided
-        control.filter = no_signal if setting.filter_uniform else control.filter
+        control.filter = no_signal if setting.filter != "none" else control.filter
         return control
 
     def _longest_step_s(self) -> float:
@@ -210,18 +212,20 @@ class Cluster:
         setting = self.setting
         if setting.speed_spread:
             speed *= 1 + setting.speed_spread * (2 * self.keyed.uniform("speed", name) - 1)
-        engine = Instance(setting.rollout, setting.kv_tokens // BLOCK, BLOCK, setting.max_running, setting.chunk, speed)
-        left = self.recorder.left
-        return self.rollout_kind(name, self.loop, engine, self.weights, self._target_of, self.report, left)
+        blocks, limits = setting.kv_tokens // BLOCK, (setting.max_running, setting.prefill_tokens)
+        model = Instance(setting.rollout, blocks, BLOCK, *limits, speed)
+        engine = SimEngine(model, self._target_of, version=-1, left=self.recorder.left)
+        return self.rollout_kind(name, self.loop, engine, self.weights, self.report)
 
     # What the parts say to the control plane. They look it up when they speak: it may have been replaced.
 
     def report(self, report: Report) -> None:
         if self.lies.get(report.instance):
             self.lies[report.instance] -= 1
-            report = report._replace(
-                finished=tuple((name, epoch, ((999, 1),)) for name, epoch, _ in report.finished),
-                progress=tuple((name, epoch, ((999, 1),)) for name, epoch, _ in report.progress),
+            report = msgspec.structs.replace(
+                report,
+                finished=[lied(each) for each in report.finished],
+                progress=[lied(each) for each in report.progress],
             )
         self.network.send(self._hear, report)
 
@@ -255,15 +259,16 @@ class Cluster:
         """All its tokens are 0, as are those that modelled engines make."""
         return bytes(TOKEN.itemsize * self.workload.prompt_tokens(prompt))
 
-    def _target_of(self, work: Work) -> int:
+    def _target_of(self, request: Request) -> int:
         """How long the trajectory will become: known to the engine as it ends, never to a scheduler."""
-        target = self._targets.get(work.trajectory)
+        target = self._targets.get(request.name)
         if target is None:
-            group = self.control.server.groups.get(work.group)
-            prompt, attempt = (group.prompt, group.attempt) if group else of_group(work.group)
-            member = int(work.trajectory.rpartition("/")[2])
+            name = request.group or ""
+            group = self.control.server.groups.get(name)
+            prompt, attempt = (group.prompt, group.attempt) if group else of_group(name)
+            member = int(request.name.rpartition("/")[2])
             version = self.control.ledger.version  # fixed when it starts; matters only if lengths drift
-            target = self._targets[work.trajectory] = self.workload.length(prompt, member, attempt, version)
+            target = self._targets[request.name] = self.workload.length(prompt, member, attempt, version)
         return target
 
     def _trainer_waits_for(self) -> str:
@@ -287,14 +292,10 @@ class Cluster:
 
     def _decided(self, now: float, decision: Decision) -> None:
         if decision.commands:
-            self.journal.append((DECISION, now, encode(decision)))
+            commands = plain(each for each in decision.commands if not isinstance(each, Route))  # routes are events
+            self.journal.append((DECISION, now, decision.inputs, commands))
 
 
-def encode(decision: Decision) -> tuple[Any, ...]:
-    """A decision as plain values: its inputs, and every command but routes, which are events of their own."""
-    commands = tuple(
-        (type(command).__name__, *(getattr(command, name) for name in type(command).__slots__))
-        for command in decision.commands
-        if not isinstance(command, Route)
-    )
-    return tuple(sorted((key, str(value)) for key, value in decision.inputs.items())), commands
+def lied(news: TrajectoryNews) -> TrajectoryNews:
+    """What cannot be true."""
+    return msgspec.structs.replace(news, spans=((999, 1),))

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from staleflow.servers.journal import Event, MemoryJournal
-from staleflow.servers.payloads import Chunk
 from staleflow.simulate.clock import VirtualLoop
+from staleflow.types import Chunk
 
 FAULT = "fault"
 

@@ -1,176 +1,243 @@
-"""The modelled engine behind the interface of the real ones: no weights, no tokens to speak of, no time but its own.
+"""The modelled engine behind the interface of the real ones: no weights, no tokens, no time but the one it is given.
 
 A worker, a test or a planner that drives an ``Engine`` can drive this one without PyTorch. A step goes to the next
-moment at which somebody joins or leaves, so it may bring many tokens at once; all of them are 0. ::
+moment at which somebody joins or leaves, so it may make thousands of tokens at once; results have none of them, only
+their number under each version. ::
 
-    engine = SimEngine(cost, length_of=lambda request: 200)
+    engine = SimEngine(Instance(cost, kv_blocks=4096), length_of=lambda request: 200)
     engine.submit([Request("t1", epoch=1, prompt=[5, 8, 13])])
     while engine.busy:
         output = engine.step()
     engine.now      # seconds that a real one would have taken
+
+Whoever has a clock sets ``now`` before each call, and calls ``step`` only when it is ``due``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from staleflow.coordinator.cost import CostModel
-from staleflow.rollout.engine import (
-    EngineError,
-    EngineSnapshot,
-    Failed,
-    Load,
-    Progress,
-    Reason,
-    Request,
-    Result,
-    StepOutput,
-    WeightSource,
-)
+from staleflow.rollout.engine import EngineError, Load, Part, Reason, Request, Result, StepOutput, WeightSource
 from staleflow.simulate import kv
-from staleflow.simulate.instance import Finished, Instance, Interrupted
+from staleflow.simulate.instance import Event, Finished, Instance, Paused
+from staleflow.types import Failed, InstanceState, Spans, token_count
 
 
-@dataclass(slots=True)
-class _Held:
-    request: Request
-    made: int
-    """Tokens that have been reported."""
-    spans: list[tuple[int, int]]
+@dataclass(slots=True, eq=False)
+class _Held(kv.Request):
+    """A request on the instance. Its name there is its own: one that comes again may find the first not yet gone."""
 
-    def stamp(self, count: int, version: int) -> None:
-        self.made += count
-        if count and self.spans and self.spans[-1][0] == version:
-            self.spans[-1] = (version, self.spans[-1][1] + count)
-        elif count:
-            self.spans.append((version, count))
+    outside: str = ""
+    """Its name for the owner."""
+    reason: Reason = "length"
+    """Why it will end."""
+    spans: Spans = ()
+    marked: int = 0
+    """Tokens in ``spans``; those beyond are of the engine's present version."""
+    began: int = 0
+    """Tokens it came with."""
+    aborted: bool = False
 
-    def result(self, reason: Reason, version: int) -> Result:
-        request, spans = self.request, tuple(self.spans)
-        more = self.made - len(request.tokens)
-        tokens, logprobs = [*request.tokens, *[0] * more], [*request.logprobs, *[0.0] * more]
-        return Result(request.name, request.epoch, reason, tokens, logprobs, spans, version)
+    def stamped(self, generated: int, version: int) -> Spans:
+        fresh = generated - self.marked
+        if fresh <= 0:
+            return self.spans
+        if self.spans and self.spans[-1][0] == version:
+            return (*self.spans[:-1], (version, self.spans[-1][1] + fresh))
+        return (*self.spans, (version, fresh))
 
 
 class SimEngine:
     def __init__(
         self,
-        cost: CostModel,
-        kv_tokens: int = 65_536,
-        block: int = 16,
-        max_running: int = 64,
-        chunk: int = 512,
-        pull_s: float = 0.0,
+        instance: Instance,
         length_of: Callable[[Request], int] = lambda request: request.sampling.max_tokens,
         version: int = 0,
+        pull_s: float = 0.0,
+        left: Callable[[str, int], None] = lambda _name, _tokens: None,
     ) -> None:
+        """``left`` is told of every request that is gone, dropped ones too: its name, and the tokens made here."""
         self.now = 0.0
         self.version = version
-        self.instance = Instance(cost, kv_tokens // block, block, max_running, chunk)
-        self._pull_s = pull_s
+        self.instance = instance
+        self.behind = 0
+        """How many of the latest tokens ``peek`` does not see."""
         self._length_of = length_of
-        self._kv_tokens = kv_tokens // block * block
+        self._pull_s = pull_s
+        self._left = left
         self._held: dict[str, _Held] = {}
-        self._aborted: set[str] = set()
+        self._serial = 0
+        self._finished: list[Result] = []
+        self._returned: list[Result] = []
         self._failed: list[Failed] = []
         self._closed = False
 
     @property
     def busy(self) -> bool:
-        return bool(self._held or self._failed)
+        return bool(self._held or self._finished or self._returned or self._failed)
+
+    @property
+    def due(self) -> float:
+        """When ``step`` next has something to do or to report; infinity if nothing happens by itself."""
+        if self._finished or self._returned or self._failed:
+            return self.now
+        return self.instance.next_event()
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            length = min(self._length_of(request), request.sampling.max_tokens)
+            limit = request.sampling.max_tokens
+            length = min(self._length_of(request), limit)
             if (problem := self._problem(request, length)) is not None:
                 self._failed.append(Failed(request.name, request.epoch, problem))
                 continue
-            self._held[request.name] = _Held(request, len(request.tokens), list(request.spans))
-            group = request.group or request.name
-            wanted = kv.Request(request.name, group, len(request.prompt), len(request.tokens), length, request.epoch)
-            self.instance.submit(self.now, wanted)
+            self._serial += 1
+            done = len(request.tokens)
+            held = self._held[request.name] = _Held(
+                f"{request.name}#{self._serial}",
+                request.group or request.name,
+                len(request.prompt),
+                done,
+                length,
+                request.epoch,
+                request.name,
+                "length" if length == limit else "stop",
+                request.spans,
+                done,
+                done,
+            )
+            self.instance.submit(self.now, held)
 
     def interrupt(self, names: Sequence[str]) -> None:
-        self.instance.interrupt(self.now, [name for name in names if name in self._held])
+        self._leave(self._held[name] for name in names if name in self._held)
 
     def abort(self, names: Sequence[str]) -> None:
-        known = [name for name in names if name in self._held]
-        self._aborted.update(known)
-        self.instance.interrupt(self.now, known)
+        known = [self._held.pop(name) for name in dict.fromkeys(names) if name in self._held]
+        for held in known:
+            held.aborted = True
+        self._leave(known)
 
     def step(self) -> StepOutput:
         if self._closed:
             raise EngineError("the engine is closed: make a new one")
-        progress: list[Progress] = []
-        finished: list[Result] = []
-        returned: list[Result] = []
-        due = self.instance.next_event()
-        if due < math.inf:
+        instance = self.instance
+        made, prefilled, context = instance.generated_tokens, instance.prefilled_tokens, instance.context_tokens
+        if (due := self.due) < math.inf:
             self.now = max(self.now, due)
-            for event in self.instance.advance(self.now):
-                if isinstance(event, Finished | Interrupted):
-                    ended = isinstance(event, Finished)
-                    self._leave(event.request, ended, progress, finished if ended else returned)
-            for name, generated in self.instance.progress(self.now):
-                self._note(self._held[name], generated, progress)
-        failed, self._failed = self._failed, []
-        return StepOutput(self.version, progress, finished, returned, failed)
+            self._take(instance.advance(self.now))
+        output = StepOutput(
+            self._finished,
+            self._returned,
+            self._failed,
+            instance.generated_tokens - made,
+            instance.prefilled_tokens - prefilled,
+            context,
+        )
+        self._finished, self._returned, self._failed = [], [], []
+        return output
+
+    def peek(self, name: str, start: int) -> Part | None:
+        held = self._held.get(name)
+        if held is None:
+            return None
+        generated = max(held.marked, self.instance.generated(held.name, self.now) - self.behind)
+        return Part(held.stamped(generated, self.version), [], []) if generated > start else None
 
     def pull(self, source: WeightSource | Load, version: int) -> int:
-        held = source.pull({}, version) if isinstance(source, WeightSource) else source({})
-        if held < version:
-            raise EngineError(f"asked for version {version} of the weights and got {held}: push it before the pull")
-        if held != self.version:
-            self.instance.pause(self.now)
-            self.instance.advance(self.now)
+        found = source.pull({}, version) if isinstance(source, WeightSource) else source({})
+        if found < version:
+            raise EngineError(f"asked for version {version} of the weights and got {found}: push it before the pull")
+        if found != self.version:
+            if not self.instance.paused:
+                self.pause()
+            for held in self._held.values():
+                generated = self.instance.generated(held.name, self.now)
+                held.spans, held.marked = held.stamped(generated, self.version), generated
             self.now += self._pull_s
-            self.instance.resume(self.now)
-            self.version = held
-        return held
+            self.resume()
+            self.version = found
+        return found
 
-    def snapshot(self) -> EngineSnapshot:
-        load = self.instance.load(self.now)
-        return EngineSnapshot(
-            version=self.version,
-            running=load.running + load.prefilling,
-            waiting=load.waiting,
-            context=load.context_tokens,
-            kv_used=load.kv_used,
-            kv_free=load.kv_free,
-            kv_total=self._kv_tokens,
-            max_running=self.instance.max_running,
-            kv_version=self.version,
+    def weights(self) -> Mapping[str, Any]:
+        return {}
+
+    def snapshot(self) -> InstanceState:
+        instance = self.instance
+        load = instance.load_at_last_step() if instance.next_event() <= self.now else instance.load(self.now)
+        running, context, free = load.running, load.context_tokens, load.kv_free
+        step = (running, context, instance.cost.step(running, context) / instance.speed) if running else None
+        return InstanceState(
+            self.version,
+            running + load.prefilling,
+            load.waiting,
+            context + instance.prefilling_tokens,
+            free,
+            free + load.kv_used,
+            instance.max_running,
+            self.version,
+            step,
         )
 
     def close(self) -> None:
         self.abort(list(self._held))
-        self._held.clear()
         self._closed = True
 
+    # What happens to a process
+
+    def pause(self) -> None:
+        """Make no further step once the present one is over."""
+        self.instance.pause(self.now)
+        self._take(self.instance.advance(self.now))
+
+    def resume(self) -> None:
+        """Go on, with an empty KV cache."""
+        self.instance.resume(self.now)
+
+    def crash(self) -> None:
+        """Lose everything; what is left is an empty engine."""
+        self._take(self.instance.advance(self.now))
+        for request in self.instance.crash(self.now):
+            assert isinstance(request, _Held)
+            self._left(request.outside, request.generated - request.began)
+        self._held, self._finished, self._returned, self._failed = {}, [], [], []
+
+    def tokens_here(self) -> int:
+        """Tokens made here for requests that are still on the instance."""
+        began = sum(each.began for each in self.instance.requests() if isinstance(each, _Held))
+        return sum(generated for _, generated in self.instance.progress(self.now)) - began
+
+    # Within
+
     def _problem(self, request: Request, length: int) -> str | None:
-        if request.name in self._held:
-            return f"request {request.name} is already here: interrupt or abort it first"
+        name, tokens, capacity = request.name, len(request.tokens), self.instance.kv_total
+        if name in self._held:
+            return f"request {name} is already here: interrupt or abort it first"
         if not request.prompt:
-            return f"request {request.name} has an empty prompt: give at least one token"
-        if len(request.tokens) >= length:
-            return f"request {request.name} already has its {length} tokens: raise max_tokens"
-        if len(request.prompt) + length > self._kv_tokens:
-            return f"request {request.name} needs more than the engine's {self._kv_tokens} tokens: raise kv_tokens"
+            return f"request {name} has an empty prompt: give at least one token"
+        if tokens != token_count(request.spans):
+            return f"request {name} resumes with {tokens} tokens and spans {request.spans}: give one of each per token"
+        if tokens >= length:
+            return f"request {name} already has its {length} tokens: raise max_tokens"
+        if len(request.prompt) + length > capacity:
+            return f"request {name} needs more than the engine's {capacity} tokens: raise kv_tokens"
         return None
 
-    def _note(self, held: _Held, generated: int, progress: list[Progress]) -> None:
-        count = generated - held.made
-        if count > 0:
-            held.stamp(count, self.version)
-            if held.request.name not in self._aborted:
-                progress.append(Progress(held.request.name, held.request.epoch, [0] * count, [0.0] * count))
+    def _leave(self, held: Iterable[_Held]) -> None:
+        self.instance.interrupt(self.now, [each.name for each in held])
+        self._take(self.instance.advance(self.now))
 
-    def _leave(self, left: kv.Request, ended: bool, progress: list[Progress], results: list[Result]) -> None:
-        held = self._held.pop(left.name)
-        self._note(held, left.generated, progress)
-        if left.name in self._aborted:
-            self._aborted.discard(left.name)
-        else:
-            results.append(held.result("length" if ended else "interrupted", self.version))
+    def _take(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Paused):
+                continue
+            held, finished = event.request, isinstance(event, Finished)
+            assert isinstance(held, _Held)
+            self._left(held.outside, held.generated - held.began)
+            if held.aborted:
+                continue
+            del self._held[held.outside]
+            spans, reason = held.stamped(held.generated, self.version), held.reason if finished else "interrupted"
+            result = Result(held.outside, held.epoch, reason, [], [], spans, self.version)
+            (self._finished if finished else self._returned).append(result)

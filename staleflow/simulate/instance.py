@@ -194,16 +194,27 @@ class Instance:
         return self._batch.context
 
     @property
+    def prefilling_tokens(self) -> int:
+        """Of those that are prefilled."""
+        return self._batch.filling
+
+    @property
+    def kv_total(self) -> int:
+        return self._batch.pool.capacity * self._batch.pool.block
+
+    @property
     def kv_used(self) -> int:
         return self._batch.pool.used * self._batch.pool.block
 
     @property
     def kv_free(self) -> int:
-        return self._batch.pool.capacity * self._batch.pool.block - self.kv_used
+        return self.kv_total - self.kv_used
 
     def load(self, now: float) -> Load:
         """The state at the last boundary up to ``now``, in constant time; call ``advance(now)`` first."""
         steps = self._steps_done(now)
+        if not steps:
+            return self.load_at_last_step()
         pool, running = self._batch.pool, self._batch.running
         grown_kv = pool.growth(self._batch.step, steps, running) * pool.block
         return Load(
@@ -236,6 +247,18 @@ class Instance:
         for name, seat in self._batch.seats.items():
             request = seat.request
             yield name, request.generated if seat.end < 0 else request.target - (seat.end - step)
+
+    def generated(self, name: str, now: float) -> int:
+        """The generated tokens of one request that is here; otherwise as ``load``."""
+        seat = self._batch.seats[name]
+        request = seat.request
+        if seat.end < 0:
+            return request.generated
+        return request.target - (seat.end - self._batch.step - self._steps_done(now))
+
+    def requests(self) -> list[Request]:
+        """In the order of submission; what they have generated may be out of date."""
+        return [seat.request for seat in self._batch.seats.values()]
 
     # Segments.
 

@@ -6,6 +6,7 @@ Cheap checks run after every instant; those that look at every trajectory after 
 """
 
 from staleflow.simulate.cluster import Cluster
+from staleflow.simulate.disk import FAULT
 
 
 class BrokenInvariantError(AssertionError):
@@ -23,12 +24,20 @@ def watch(cluster: Cluster, every: int = 64) -> None:
 
     cluster.loop.on_instant = check
     cluster.on_end.append(lambda: check_all(cluster, versions))
+    cluster.on_end.append(lambda: _check_end(cluster))
 
 
 def check_all(cluster: Cluster, versions: dict[tuple[str, int], int] | None = None) -> None:
     _check_instances(cluster, versions if versions is not None else {})
     _check_tokens(cluster)
     _check_groups(cluster)
+
+
+def _check_end(cluster: Cluster) -> None:
+    """Nothing is admitted, routed or reported once the last version is made: what a checkpoint holds is that moment."""
+    kinds = [event[0] for event in cluster.journal.events if event[0] != FAULT]
+    if late := kinds[::-1][: kinds[::-1].index("commit")] if "commit" in kinds else []:
+        raise _broken(cluster, f"the last version is made, and then came {', '.join(reversed(late))}")
 
 
 def _check_training(cluster: Cluster) -> None:
@@ -45,12 +54,12 @@ def _check_training(cluster: Cluster) -> None:
 
 def _check_instances(cluster: Cluster, versions: dict[tuple[str, int], int]) -> None:
     for rollout in cluster.rollouts:
-        if rollout.engine.kv_free < 0:
+        if rollout.engine.instance.kv_free < 0:
             raise _broken(cluster, f"{rollout.name} holds more KV than it has memory for")
-        life = (rollout.name, rollout.life)
-        if rollout.version < versions.get(life, -1):
+        which = (rollout.name, rollout.incarnation)
+        if rollout.version < versions.get(which, -1):
             raise _broken(cluster, f"{rollout.name} went back to version {rollout.version}")
-        versions[life] = rollout.version
+        versions[which] = rollout.version
         if rollout.version > cluster.weights.version:
             raise _broken(cluster, f"{rollout.name} serves version {rollout.version} before it is durable")
 

@@ -146,6 +146,7 @@ class Batch:
         self.step = 0
         self.running = 0
         self.context = 0  # tokens of the running requests, a shared prompt counted for each
+        self.filling = 0  # the same of those in the prefill queue
         self.seats: dict[str, Seat] = {}
         self.waiting: OrderedDict[Seat, None] = OrderedDict()
         self.admitted: dict[Seat, None] = {}  # in the order of admission
@@ -199,6 +200,7 @@ class Batch:
             if not pool.fits(seat.group, context):
                 return
             pool.hold(seat.group, context)
+            self.filling += context
             del waiting[seat]
             admitted[seat] = self.prefill[seat] = None
 
@@ -216,6 +218,7 @@ class Batch:
             del self.prefill[seat]
             seat.left = 0
             context = request.prompt + request.generated
+            self.filling -= context
         else:
             request.generated = request.target - (seat.end - self.step)
             context = request.prompt + request.generated
@@ -289,6 +292,7 @@ class Batch:
             seat.group.ready += 1
             self.pool.start(step, context)
             self.context += context
+            self.filling -= context
             self._joins += 1  # joining is in the order of admission, so this orders the heap by it
             heappush(self._ends, (seat.end, self._joins, seat))
         self.running += len(filled)
@@ -302,6 +306,7 @@ class Batch:
             seat.left = 0
             seat.group.ready = 0
         self.prefill = OrderedDict.fromkeys(self.admitted)
+        self.filling = sum(seat.request.prompt + seat.request.generated for seat in self.admitted)
         self._ends.clear()
         self.pool.stop_all()
         self.running = 0

@@ -4,12 +4,12 @@ Messages arrive at once, until there is trouble. In trouble a message may be del
 delivered twice, or lost and sent again after ``RETRY_S``, as a transport that resends does.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from random import Random
 
-from staleflow.runtime.ports import Fence, Snapshot, Work
 from staleflow.simulate.clock import VirtualLoop
 from staleflow.simulate.rollout import SimRollout
+from staleflow.types import Command
 
 RETRY_S = 5.0
 
@@ -39,23 +39,10 @@ class Remote:
 
     def __init__(self, rollout: SimRollout, network: Network) -> None:
         self.name = rollout.name
-        self.rollout = rollout
+        self.heard = rollout.heard
+        self.held = rollout.held
+        self._rollout = rollout
         self._network = network
 
-    def submit(self, fence: Fence, work: Sequence[Work]) -> None:
-        self._network.send(self.rollout.submit, fence, work)
-
-    def interrupt(self, fence: Fence, names: Sequence[tuple[str, int]]) -> None:
-        self._network.send(self.rollout.interrupt, fence, names)
-
-    def abort(self, fence: Fence, names: Sequence[tuple[str, int]]) -> None:
-        self._network.send(self.rollout.abort, fence, names)
-
-    def pull(self, fence: Fence, version: int) -> None:
-        self._network.send(self.rollout.pull, fence, version)
-
-    def snapshot(self) -> Snapshot:
-        return self.rollout.snapshot()
-
-    def held(self) -> list[tuple[str, int]]:
-        return self.rollout.held()
+    def send(self, command: Command) -> None:
+        self._network.send(self._rollout.send, command)

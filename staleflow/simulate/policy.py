@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from staleflow.protocol import StalenessLedger
+from staleflow.protocol import Ledger, StalenessLedger
 from staleflow.runtime.control import ControlPlane
-from staleflow.simulate.presets import Setting
+from staleflow.simulate.setting import Setting
 
 RESHARD_S = 15.0
 """Assumed: what colocated GPUs need in each step to change from rollout to training and back."""
@@ -23,7 +23,7 @@ class Policy:
     name: str
     summary: str
     promises_bound: bool = True
-    ledger: Callable[[int, int, int], StalenessLedger] = StalenessLedger
+    ledger: Callable[[int, int, int], Ledger] = StalenessLedger
     control: type[ControlPlane] = ControlPlane
     strategies: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What it fixes; the rest is the setting's."""

@@ -42,6 +42,8 @@ class SimTrainer:
         self._dry: tuple[float, str] | None = (0.0, "start")
         self._life = 0
         self._die_after_push: Callable[[], None] | None = None
+        self.word_s = 0.0
+        """How long the word of a version takes, once it can be pulled."""
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:  # noqa: ARG002  # a step's groups cost the same in any step
         now = self._loop.now
@@ -99,6 +101,8 @@ class SimTrainer:
             if died := self._die_after_push:
                 self._die_after_push = None
                 self.die(False, died)
+            elif self.word_s:
+                self._loop.at(self._loop.now + self.word_s, self._pushed, step + 1)
             else:
                 self._pushed(step + 1)
 

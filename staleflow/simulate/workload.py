@@ -1,4 +1,4 @@
-"""How long prompts and replies are: a frozen description, and lengths that depend on nothing but it and the index.
+"""How long prompts and responses are: a frozen description, and lengths that depend on nothing but it and the index.
 
 ``length`` is a pure function: whatever the policy does, in whatever order, sample 3 of prompt 7 has the same length,
 so policies are compared on the same work. A second attempt at a sample is a new draw. The version a sample is
@@ -6,53 +6,26 @@ generated with changes its length by ``drift`` alone, never the draw.
 
     workload = Workload(Sampled(Lognormal.from_mean(1500, cv=1.5), between=0.7, seed=1), max_tokens=20_000)
     workload.length(prompt_index=7, sample_index=3, attempt=0, version=2)
-    load_trace("lengths.csv.gz").mean_tokens()
+    Workload(read_trace("lengths.csv.gz")).mean_tokens()
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Protocol
 
 from staleflow.simulate.lengths import (
-    Bimodal,
     Constant,
     Distribution,
-    Empirical,
-    Lognormal,
-    PowerLaw,
-    QuantileTable,
-    Trace,
-    Uniform,
-    WorkloadError,
-    read_trace,
-    servegen_r1_output,
+    require,
+    require_between,
+    require_positive,
 )
-from staleflow.simulate.lengths.checks import require, require_between, require_positive
 from staleflow.simulate.randomness import Keyed
 
-__all__ = [
-    "Bimodal",
-    "Constant",
-    "Distribution",
-    "Empirical",
-    "Lognormal",
-    "PowerLaw",
-    "QuantileTable",
-    "Sampled",
-    "Source",
-    "Trace",
-    "Uniform",
-    "Workload",
-    "WorkloadError",
-    "load_trace",
-    "servegen_r1",
-]
-
 NO_CAP = 1 << 20
-"""Longer than any reply, and yet it keeps the mean of a heavy tail finite."""
+"""Longer than any response, and yet it keeps the mean of a heavy tail finite."""
 
 _LARGEST_U = 1 - 2.0**-53
 _ROOT_HALF = math.sqrt(0.5)
@@ -114,7 +87,7 @@ class Sampled:
 class Workload:
     """Output lengths are ``source`` x ``scale`` x (1 + ``drift``) ** version, rounded, from 1 to ``max_tokens``.
 
-    The cap truncates, as an engine's token limit does: a length of ``max_tokens`` is a reply that was cut off.
+    The cap truncates, as an engine's token limit does: a length of ``max_tokens`` is a response that was cut off.
     """
 
     source: Source
@@ -155,29 +128,6 @@ class Workload:
             # As exp() with a bound, because a power of a long run would overflow; the cap is reached long before.
             tokens *= math.exp(min(version * math.log1p(self.drift), 100.0))
         return self.max_tokens if tokens >= self.max_tokens else max(1, round(tokens))
-
-
-def servegen_r1(between: float = 0.0, *, scale: float = 1.0, max_tokens: int = 20_000, seed: int = 0) -> Workload:
-    """Output lengths of production DeepSeek-R1 serving (ServeGen) with prompts of 512 tokens."""
-    return Workload(Sampled(servegen_r1_output(), between=between, seed=seed), max_tokens=max_tokens, scale=scale)
-
-
-def load_trace(
-    path: str | Path,
-    *,
-    group_size: int = 16,
-    group_by: tuple[str, ...] = (),
-    output_column: str = "",
-    prompt_tokens: int | None = None,
-    max_tokens: int = NO_CAP,
-    scale: float = 1.0,
-    drift: float = 0.0,
-) -> Workload:
-    """Recorded lengths as a workload; what the file may hold is said at ``read_trace``."""
-    trace = read_trace(
-        path, group_size=group_size, group_by=group_by, output_column=output_column, prompt_tokens=prompt_tokens
-    )
-    return Workload(trace, max_tokens=max_tokens, scale=scale, drift=drift)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -19,8 +19,8 @@ from statistics import fmean, stdev
 
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.faults import arm
-from staleflow.simulate.presets import Setting
-from staleflow.study.law import Law, Work, balance, ceiling, even_ceiling, in_turn, limit, splits, work_of
+from staleflow.simulate.setting import Setting
+from staleflow.study.law import BatchWork, Law, balance, ceiling, even_ceiling, in_turn, limit, splits, work_of
 from staleflow.study.parallel import Row, Run, Runner, T, Unit
 from staleflow.study.peers import STALEFLOW, Policy
 from staleflow.study.result import row
@@ -56,10 +56,10 @@ class Comparison:
     """What has been simulated already, by ``key``: nothing in it is simulated again."""
     jobs: int = 1
     """Processes to simulate in."""
-    _work: Work | None = None
+    _work: BatchWork | None = None
 
     @property
-    def work(self) -> Work:
+    def work(self) -> BatchWork:
         if self._work is None:
             self._work = work_of(self.setting)
         return self._work
@@ -190,7 +190,7 @@ class Comparison:
         best = tried.index(max(tried, key=fast))
         beside = [tried[at] for at in (best - 1, best + 1) if 0 <= at < len(tried)]
         tried += [nearest((tried[best] + other) / 2) for other in beside]
-        if len(beside) < 2:  # the best is the least or the most that was tried: go on outside
+        if len(beside) < 2:  # the best is the least or the most that was tried: look beyond it
             tried.append(nearest(tried[best] * (0.8 if best == 0 else 1.2)))
         yield [trial(each) for each in tried]
         return ways[max(tried, key=fast)]

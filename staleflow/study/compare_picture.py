@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from staleflow.observe.chart import HEIGHT, Line, chart, document, stacked
+from staleflow.observe.chart import HEIGHT, Curve, chart, document, stacked
 from staleflow.simulate.cluster import Cluster
 from staleflow.study.compare import Comparison, Row
 from staleflow.study.peers import STALEFLOW, Policy
-from staleflow.study.timeline import Timeline, draw
+from staleflow.study.timeline import Timeline, elements
 
 
 def picture(comparison: Comparison, rows: Sequence[Row]) -> str:
     lines = [
-        Line(
+        Curve(
             policy.name,
             [(row["staleness"], row["trained_tokens_per_s"], row["ci95"] or 0.0) for row in _of(policy, rows)],
             dashed=not policy.promises_bound,
@@ -56,6 +56,4 @@ def _timeline(comparison: Comparison, policy: Policy) -> tuple[str, float]:
     cluster = Cluster(policy.fit(setting), seed, policy=policy)
     timeline = Timeline(cluster)
     cluster.run()
-    drawn = draw(timeline)
-    height = float(drawn.partition('height="')[2].partition('"')[0])
-    return drawn, height
+    return elements(timeline)

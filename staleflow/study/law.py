@@ -15,7 +15,7 @@ does both, so the ceiling is not a target that can be met: it says what cannot b
 
 *The even ceiling* is nearer to what can: every instance always runs the same number of sequences, the best one, and
 both ``R`` and ``L`` are for that number; and every instance pulls every version and prefills again what it holds then,
-which adds to both. It is no law: a scheduler could leave some instances emptier, or some versions out. Use::
+which adds to both. It is not a law: a scheduler could leave some instances emptier, or some versions out. Use::
 
     limit(setting)                        # tokens per second
     ceiling(setting, streamed=True)       # the best split's; law(...) is that of the setting's own split
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from staleflow.simulate.presets import Setting, with_split
+from staleflow.simulate.setting import Setting, with_split
 
 Term = Literal["training", "rollout", "tail"]
 
@@ -37,8 +37,8 @@ BATCHES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """A batch of the workload, in the mean."""
+class BatchWork:
+    """A batch of the workload, on average."""
 
     tokens: float
     prompt_tokens: float
@@ -46,7 +46,7 @@ class Work:
     mean: float
     """Output tokens of a trajectory."""
     grown: float
-    """Output tokens that a running trajectory has, in the mean over time: long ones run for longer."""
+    """Output tokens that a running trajectory has, on average over time: long ones run for longer."""
     prompt: float
     longest_s: float
     """From publishing a version to the reward of the longest trajectory of a batch, on an instance of its own."""
@@ -79,7 +79,7 @@ class Law:
         return max(terms, key=lambda term: terms[term])
 
 
-def work_of(setting: Setting) -> Work:
+def work_of(setting: Setting) -> BatchWork:
     """What a batch is made of. Draws some tens of thousands of lengths: ask once for a workload."""
     workload, cost = setting.workload, setting.rollout
     shares = list(workload.spread())
@@ -94,7 +94,7 @@ def work_of(setting: Setting) -> Work:
         seconds += alone / BATCHES
     waits = pull_s(setting) + setting.reward_s / 2
     size = setting.groups * setting.group_size
-    return Work(
+    return BatchWork(
         tokens=mean * size,
         prompt_tokens=prompt * size,
         mean=mean,
@@ -107,7 +107,7 @@ def work_of(setting: Setting) -> Work:
 
 
 def _longest(setting: Setting, batch: int) -> tuple[int, int]:
-    """The longest reply of a batch, and its prompt."""
+    """The longest response of a batch, and its prompt."""
     prompts = range(batch * setting.groups, (batch + 1) * setting.groups)
     members = range(setting.group_size)
     length = setting.workload.length
@@ -115,20 +115,20 @@ def _longest(setting: Setting, batch: int) -> tuple[int, int]:
     return tokens, setting.workload.prompt_tokens(prompt)
 
 
-def most_running(setting: Setting, work: Work) -> int:
+def most_running(setting: Setting, work: BatchWork) -> int:
     """Sequences that memory and the engine allow on one instance. A prompt is held once for its group."""
     held = work.grown + work.prompt / setting.group_size
     return max(1, min(setting.max_running, int(setting.kv_tokens / held)))
 
 
-def rate(setting: Setting, work: Work, running: int) -> float:
-    """Tokens per second of an instance that always runs so many. A prompt is prefilled once for its group."""
+def rate(setting: Setting, work: BatchWork, running: int) -> float:
+    """Tokens per second of an instance that always runs this many. A prompt is prefilled once for its group."""
     cost = setting.rollout
     prefill = cost.per_prefill_token * work.prompt / setting.group_size / work.mean
     return running / (cost.step(running, int(running * (work.grown + work.prompt))) + running * prefill)
 
 
-def law(setting: Setting, streamed: bool, work: Work | None = None) -> Law:
+def law(setting: Setting, streamed: bool, work: BatchWork | None = None) -> Law:
     """The terms for the setting's own split."""
     work = work_of(setting) if work is None else work
     cost = setting.trainer
@@ -144,7 +144,7 @@ def law(setting: Setting, streamed: bool, work: Work | None = None) -> Law:
     )
 
 
-def in_turn(setting: Setting, work: Work | None = None) -> Law:
+def in_turn(setting: Setting, work: BatchWork | None = None) -> Law:
     """The terms for a setting whose GPUs all do both: generation and training add up."""
     alone = law(setting, streamed=False, work=work)
     return Law(alone.train_s, alone.train_s + alone.rollout_s, alone.tail_s, alone.tokens, alone.training_gpus)
@@ -156,14 +156,14 @@ def splits(setting: Setting) -> Iterator[Setting]:
         yield with_split(setting, setting.gpus - instances * setting.gpus_per_instance)
 
 
-def ceiling(setting: Setting, streamed: bool, work: Work | None = None) -> Law:
+def ceiling(setting: Setting, streamed: bool, work: BatchWork | None = None) -> Law:
     """The law for the split that it allows the most."""
     work = work_of(setting) if work is None else work
     laws = [law(split, streamed, work) for split in splits(setting)]
     return max(laws, key=lambda each: (each.tokens_per_s, -max(each.train_s, each.rollout_s)))
 
 
-def balance(setting: Setting, work: Work | None = None) -> Setting:
+def balance(setting: Setting, work: BatchWork | None = None) -> Setting:
     """The split for which fleet and trainer are equally fast, as far as whole instances allow."""
     work = work_of(setting) if work is None else work
 
@@ -174,14 +174,14 @@ def balance(setting: Setting, work: Work | None = None) -> Setting:
     return min(splits(setting), key=busiest)
 
 
-def limit(setting: Setting, work: Work | None = None) -> float:
+def limit(setting: Setting, work: BatchWork | None = None) -> float:
     """Tokens per second with fleet and trainer always busy, for the best split."""
     work = work_of(setting) if work is None else work
     best = law(balance(setting, work), streamed=True, work=work)
     return best.tokens / max(best.train_s, best.rollout_s)
 
 
-def even_ceiling(setting: Setting, streamed: bool, work: Work | None = None) -> float:
+def even_ceiling(setting: Setting, streamed: bool, work: BatchWork | None = None) -> float:
     """Tokens per second at most, if all instances always run the same number and pull everything; the best split's."""
     work = work_of(setting) if work is None else work
     cost, bound = setting.rollout, setting.staleness

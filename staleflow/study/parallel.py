@@ -1,6 +1,6 @@
 """Simulated runs in several processes, with the same results as in one.
 
-A unit is a generator. It yields runs that do not depend on each other, goes on when all of them are in ``runs``, and
+A unit is a generator. It yields runs that do not depend on each other, continues when all of them are in ``runs``, and
 returns its result. Units stay in this process and only runs are sent out, so nothing depends on how many processes
 there are but the time it takes. Use::
 
@@ -115,7 +115,7 @@ class Runner:
 
 @dataclass(slots=True)
 class _Agenda(Generic[T]):
-    """Which runs wait to be started, and which unit goes on when they have ended."""
+    """Which runs wait to be started, and which unit continues when they have ended."""
 
     units: list[Unit[T]]
     runs: MutableMapping[str, Row]
@@ -146,7 +146,7 @@ class _Agenda(Generic[T]):
         return [self._results[at] for at in range(len(self.units))]
 
     def _advance(self, at: int) -> None:
-        """Let the unit go on until it needs a run that is not there."""
+        """Let the unit continue until it needs a run that is not there."""
         self._lacks.pop(at, None)
         try:
             while not (missing := [run for run in next(self.units[at]) if run.name not in self.runs]):
@@ -186,7 +186,7 @@ class _Pool:
 
 @contextmanager
 def _starting() -> Iterator[None]:
-    """What new processes inherit: one thread for numpy, and deaf ears for Ctrl-C, which this process answers."""
+    """What new processes inherit: one thread for numpy, and Ctrl-C blocked, which this process answers."""
     before = {name: os.environ.get(name) for name in ONE_THREAD}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.environ.update(dict.fromkeys(ONE_THREAD, "1"))

@@ -5,7 +5,7 @@ The knobs are turned one after the other, the cheapest for learning first, and e
 1. *split* of the GPUs between rollout and training: costs learning nothing, so every trial has its best one;
 2. *bound*: one step more of staleness for each turn;
 3. *batch*: twice the groups for each step, so half the updates for the same data;
-4. *cap* on output tokens: half as long, as long as it cuts off few replies.
+4. *cap* on output tokens: half as long, as long as it cuts off few responses.
 
 Beside each trial stand the three terms of the law, and which of them binds. With more than one job, splits that may be
 needed next are simulated beside the one that is; the plan is the same. Use::
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from staleflow.simulate.presets import Setting
+from staleflow.simulate.setting import Setting
 from staleflow.study.compare import TUNING_SEED, first_counted, run_of
 from staleflow.study.compare import speed as measured_speed
 from staleflow.study.law import Law, balance, ceiling, law, limit, splits, work_of
@@ -30,7 +30,7 @@ from staleflow.study.peers import STALEFLOW
 Knob = Literal["split", "bound", "batch", "cap"]
 
 FACTORS = (1.25, 0.8)
-"""Steps uphill: so many times the instances."""
+"""Steps uphill: factors on the instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Search:
     worth: float = 0.05
     """A turn of a knob must bring so much more throughput."""
     most_cut: float = 0.02
-    """No cap that cuts off a larger share of the replies."""
+    """No cap that cuts off a larger share of the responses."""
     seed: int = TUNING_SEED
 
 
@@ -59,7 +59,7 @@ class Trial:
     """For the split that the law allows the most."""
     limit: float
     cut: float
-    """The share of replies that its cap cuts off and that of the starting point does not."""
+    """The share of responses that its cap cuts off and that of the starting point does not."""
     splits: dict[int, float]
     """Tokens per second by training GPUs, of every split that was tried."""
 
@@ -140,7 +140,7 @@ def longest(setting: Setting) -> int:
 
 
 def _turn(plan: Plan, knob: Knob, value: int, before: Trial, after: Trial, search: Search) -> Trial:
-    """Note what the turn brings, and the trial to go on from."""
+    """Note what the turn brings, and the trial to continue from."""
     turn = Turn(knob, value, before, after, taken=False)
     taken = turn.gain >= search.worth and after.cut <= search.most_cut
     plan.turns.append(replace(turn, taken=taken))
@@ -192,6 +192,6 @@ def _attempt(setting: Setting, whole: int, search: Search, runner: Runner, climb
 
 
 def _longer(setting: Setting, cap: int) -> float:
-    """The share of replies that would be longer than the cap, before any is applied."""
+    """The share of responses that would be longer than the cap, before any is applied."""
     uncapped = replace(setting.workload, max_tokens=10**9)
     return sum(share for share, tokens in uncapped.spread() if tokens > cap)

@@ -55,7 +55,7 @@ def row(cluster: Cluster, wall_s: float) -> dict[str, Any]:
         "trained_tokens": recorder.trained_tokens,
         "pulls": sum(rollout.pulls for rollout in cluster.rollouts),
         "cost_model_error": cluster.control.cost_error,
-        "preemptions": sum(rollout.engine.preemptions for rollout in cluster.rollouts),
+        "preemptions": sum(rollout.engine.instance.preemptions for rollout in cluster.rollouts),
         "events": cluster.journal.position,
     }
 
@@ -86,7 +86,7 @@ def instance_idle(cluster: Cluster) -> dict[str, float]:
     whole = sum(now - rollout.born for rollout in cluster.rollouts)
     down = sum(rollout.down_seconds for rollout in cluster.rollouts) / whole
     pull = sum(rollout.pull_seconds for rollout in cluster.rollouts) / whole
-    busy = sum(busy_seconds(rollout.engine, now) for rollout in cluster.rollouts) / whole
+    busy = sum(busy_seconds(rollout.engine.instance, now) for rollout in cluster.rollouts) / whole
     # A pull waits for the step under way, which is busy time too: so the rest may fall below 0 by a step's length.
     idle = {"empty": max(0.0, 1.0 - busy - pull - down), "pull": pull}
     return idle | ({"down": down} if down else {})
@@ -95,7 +95,7 @@ def instance_idle(cluster: Cluster) -> dict[str, float]:
 def busy_seconds(engine: Instance, now: float) -> float:
     """Time spent in steps until ``now``, with those of the segment that is under way.
 
-    An engine counts a segment when it ends; that of a long reply can last minutes. The steps of a segment are all
+    An engine counts a segment when it ends; that of a long response can last minutes. The steps of a segment are all
     alike, so the tokens made in it tell how many there were and how long they took.
     """
     engine.advance(now)
@@ -113,7 +113,7 @@ def length_shift(cluster: Cluster) -> float:
     """How far the lengths that were trained are from those that were offered: 0 is the same distribution.
 
     The Wasserstein-1 distance, which is the mean difference of their quantiles, over the mean offered length. A
-    policy that drops long replies trains on shorter ones than the workload has, and this shows it. Offered are all
+    policy that drops long responses trains on shorter ones than the workload has, and this shows it. Offered are all
     members, at their first attempt, of as many prompts as were trained, in the order of the prompts: those that the
     run would have trained had it taken them in order. So what is still being generated at the end counts as missing,
     and the number shrinks with the length of the run.
@@ -155,6 +155,7 @@ def table(row: Mapping[str, Any]) -> str:
         "cost": f"{row['wall_s_per_step']:.2f} s of real time for each step",
         "hash": row["hash"],
     }
+    lines |= {"assumed" + " " * at: note for at, note in enumerate(row.get("notes", ()))}
     heading = (
         f"{row['preset']}, seed {row['seed']}: {row['steps']} steps of {row['groups']} groups x {row['group_size']}, "
         f"staleness up to {row['staleness']}; {row['rollout_gpus']} rollout GPUs ({row['instances']} instances), "

@@ -5,19 +5,18 @@ run that is watched is the same run (and a stuck one is still found to be stuck)
 
     timeline = Timeline(cluster)        # before the run, and after whatever else is hooked into it
     cluster.run()
-    Path("run.svg").write_text(draw(timeline))
+    Path("run.svg").writetext(draw(timeline))
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
-from xml.sax.saxutils import escape
 
+from staleflow.observe.chart import HEADING, LEFT, WIDTH, box, document, round_step, text
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.rollout import SimRollout
 
@@ -42,7 +41,7 @@ PULL = "#E69F00"
 BROKEN = "#000000"
 SHADES = ("#F3F6FA", "#DCE7F3", "#C2D7EA", "#A0C3DF", "#77A9D0", "#4F8DBF", "#2F70AA", "#175391", "#083770")
 
-WIDTH, LEFT, RIGHT, TOP = 1200, 96, 24, 104
+RIGHT, TOP = 24, 104
 TRAINER_HEIGHT, LANE_HEIGHT, GAP = 24, 13, 2
 
 
@@ -126,7 +125,8 @@ def _level(rollout: SimRollout) -> int:
     """Sequences that it runs now: none while it loads weights or hangs."""
     if not rollout.up:
         return DOWN
-    return 0 if rollout.engine.paused else rollout.engine.running + rollout.engine.prefilling
+    model = rollout.engine.instance
+    return 0 if model.paused else model.running + model.prefilling
 
 
 def _chosen(rollouts: list[SimRollout]) -> list[SimRollout]:
@@ -146,6 +146,12 @@ class _Scale:
 
 def draw(timeline: Timeline) -> str:
     """The picture of a run that has ended."""
+    body, height = elements(timeline)
+    return document(body, height, f"Timeline of a simulated run of {timeline.cluster.setting.name}")
+
+
+def elements(timeline: Timeline) -> tuple[str, float]:
+    """The elements of the picture, and its height."""
     timeline.end()
     cluster = timeline.cluster
     scale = _Scale(cluster.loop.time())
@@ -160,35 +166,20 @@ def draw(timeline: Timeline) -> str:
         *_commits(timeline, scale, bottom),
         *_axis(scale, bottom),
     ]
-    title = escape(f"Timeline of a simulated run of {cluster.setting.name}")
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 48}" width="{WIDTH}" '
-        f'height="{bottom + 48}" role="img" font-family="system-ui, Helvetica, Arial, sans-serif" font-size="11" '
-        f'fill="#222222">\n<title>{title}</title>\n<rect width="100%" height="100%" fill="#FFFFFF"/>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
-    )
+    return "\n".join(parts), bottom + 48
 
 
 # Pieces
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
-
-
-def _box(x: float, y: float, width: float, height: float, fill: str) -> str:
-    return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}"/>'
-
-
 def _heading(cluster: Cluster, shown: int) -> Iterator[str]:
     setting, count = cluster.setting, len(cluster.rollouts)
-    text = (
+    heading = (
         f"{setting.name}, {cluster.policy.name}, seed {cluster.keyed.seed}: {setting.groups} groups x "
         f"{setting.group_size}, staleness up to {setting.staleness}, "
         f"{count} instances{f' ({shown} shown)' if shown < count else ''}, {setting.training_gpus} training GPUs"
     )
-    yield _text(LEFT, 26, text, more=' font-size="15" font-weight="600"')
+    yield text(LEFT, 26, heading, more=HEADING)
 
 
 def _trainer_legend(timeline: Timeline, scale: _Scale) -> Iterator[str]:
@@ -197,12 +188,12 @@ def _trainer_legend(timeline: Timeline, scale: _Scale) -> Iterator[str]:
         shares[wait.cause] += (wait.end - wait.start) / scale.end
     entries = [(TRAINING, "trains", 1.0 - sum(shares.values()))]
     entries += [(*_colour(cause), shares[cause]) for cause in (*WAITING, *sorted(shares.keys() - WAITING.keys()))]
-    yield _text(LEFT - 8, 51, "Trainer", "end", ' font-weight="600"')
+    yield text(LEFT - 8, 51, "Trainer", "end", ' font-weight="600"')
     x = LEFT
     for colour, name, share in entries:
         if share >= 0.0005:
-            yield _box(x, 42, 11, 11, colour)
-            yield _text(x + 16, 51, label := f"{name} {share:.1%}")
+            yield box(x, 42, 11, 11, colour)
+            yield text(x + 16, 51, label := f"{name} {share:.1%}")
             x += 34 + round(6.1 * len(label))
 
 
@@ -211,17 +202,17 @@ def _colour(cause: str) -> tuple[str, str]:
 
 
 def _instance_legend(timeline: Timeline) -> Iterator[str]:
-    yield _text(LEFT - 8, 71, "Instances", "end", ' font-weight="600"')
+    yield text(LEFT - 8, 71, "Instances", "end", ' font-weight="600"')
     for index, shade in enumerate(SHADES):
-        yield _box(LEFT + 14 * index, 62, 14, 11, shade)
+        yield box(LEFT + 14 * index, 62, 14, 11, shade)
     yield f'<rect x="{LEFT}" y="62" width="{14 * len(SHADES)}" height="11" fill="none" stroke="#BBBBBB"/>'
     x = LEFT + 14 * len(SHADES)
-    yield _text(x + 8, 71, f"0 to {_most(timeline)} sequences running")
-    yield _box(x + 186, 62, 2, 11, PULL)
-    yield _text(x + 194, 71, "new weights")
+    yield text(x + 8, 71, f"0 to {_most(timeline)} sequences running")
+    yield box(x + 186, 62, 2, 11, PULL)
+    yield text(x + 194, 71, "new weights")
     if any(DOWN in levels for levels in timeline.levels):
-        yield _box(x + 280, 62, 11, 11, BROKEN)
-        yield _text(x + 296, 71, "down")
+        yield box(x + 280, 62, 11, 11, BROKEN)
+        yield text(x + 296, 71, "down")
 
 
 def _most(timeline: Timeline) -> int:
@@ -229,10 +220,10 @@ def _most(timeline: Timeline) -> int:
 
 
 def _trainer(timeline: Timeline, scale: _Scale) -> Iterator[str]:
-    yield _text(LEFT - 8, TOP + 16, "trainer", "end")
-    yield _box(LEFT, TOP, scale.x(scale.end) - LEFT, TRAINER_HEIGHT, TRAINING)
+    yield text(LEFT - 8, TOP + 16, "trainer", "end")
+    yield box(LEFT, TOP, scale.x(scale.end) - LEFT, TRAINER_HEIGHT, TRAINING)
     for start, end, cause in timeline.waits:
-        yield _box(scale.x(start), TOP, scale.x(end) - scale.x(start), TRAINER_HEIGHT, _colour(cause)[0])
+        yield box(scale.x(start), TOP, scale.x(end) - scale.x(start), TRAINER_HEIGHT, _colour(cause)[0])
 
 
 def _instances(timeline: Timeline, scale: _Scale, top: float) -> Iterator[str]:
@@ -240,7 +231,7 @@ def _instances(timeline: Timeline, scale: _Scale, top: float) -> Iterator[str]:
     paths: dict[str, list[str]] = defaultdict(list)
     for lane, rollout in enumerate(timeline.lanes):
         y = top + lane * (LANE_HEIGHT + GAP)
-        yield _text(LEFT - 8, y + LANE_HEIGHT - 3, rollout.name, "end", ' font-size="10"')
+        yield text(LEFT - 8, y + LANE_HEIGHT - 3, rollout.name, "end", ' font-size="10"')
         for start, end, fill in _runs(timeline, lane, scale.end):
             x, right = scale.x(start), scale.x(end)
             paths[fill].append(f"M{x:.1f} {y:g}H{right:.1f}v{LANE_HEIGHT}H{x:.1f}z")
@@ -275,7 +266,7 @@ def _shade(level: int, most: int) -> str:
 def _commits(timeline: Timeline, scale: _Scale, bottom: float) -> Iterator[str]:
     """A line for each version, and its number where there is room for it; the last one always has it."""
     free = float(WIDTH)
-    yield _text(LEFT - 8, TOP - 8, "version", "end")
+    yield text(LEFT - 8, TOP - 8, "version", "end")
     for step in reversed(timeline.cluster.recorder.steps):
         x = scale.x(step.time)
         yield (
@@ -283,17 +274,16 @@ def _commits(timeline: Timeline, scale: _Scale, bottom: float) -> Iterator[str]:
             f'stroke-dasharray="3 2"/>'
         )
         if x <= free:
-            yield _text(x, TOP - 8, str(step.step + 1), "middle")
+            yield text(x, TOP - 8, str(step.step + 1), "middle")
             free = x - 22
 
 
 def _axis(scale: _Scale, bottom: float) -> Iterator[str]:
-    steps = [factor * 10**power for power in range(-2, 9) for factor in (1, 2, 5)]
-    step = steps[bisect_right(steps, scale.end / 12)]
+    step = round_step(scale.end / 12)
     y = bottom + 6
     yield f'<line x1="{LEFT}" y1="{y:g}" x2="{WIDTH - RIGHT}" y2="{y:g}" stroke="#222222"/>'
     for index in range(int(scale.end / step) + 1):
         x = scale.x(index * step)
         yield f'<line x1="{x:.1f}" y1="{y:g}" x2="{x:.1f}" y2="{y + 4:g}" stroke="#222222"/>'
-        yield _text(x, y + 16, f"{index * step:,g}", "middle")
-    yield _text((LEFT + WIDTH - RIGHT) / 2, y + 32, "simulated seconds", "middle")
+        yield text(x, y + 16, f"{index * step:,g}", "middle")
+    yield text((LEFT + WIDTH - RIGHT) / 2, y + 32, "simulated seconds", "middle")

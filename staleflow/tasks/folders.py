@@ -4,15 +4,23 @@ A maker that is cut off leaves nothing that could be taken for its result; of tw
 the second finds the first one's::
 
     folder = made_once(cache / "model-1f3a", lambda draft: model.save_pretrained(draft))
+
+A maker holds a lock on its draft as long as it lives, so what a killed one left is known and removed by the next.
 """
 
+import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from staleflow.tasks.task import TaskError
+
+PARTIAL = ".partial"
+YOUNG_S = 60.0
+"""A draft that was made less than this ago may be about to be locked."""
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:
@@ -21,7 +29,11 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".partial", dir=target.parent))
+        for left in abandoned(target.parent):
+            shutil.rmtree(left, ignore_errors=True)
+        draft = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=PARTIAL, dir=target.parent))
+        held = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(held, fcntl.LOCK_EX)
     except OSError as error:
         raise TaskError(
             f"{target.parent}: cannot be written ({error.strerror}): name another folder as cache"
@@ -31,7 +43,23 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
         _publish(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+        os.close(held)
     return target
+
+
+def abandoned(folder: Path) -> Iterator[Path]:
+    """Drafts whose makers are dead."""
+    for draft in folder.glob(f"*{PARTIAL}"):
+        if time.time() - draft.stat().st_mtime < YOUNG_S:
+            continue
+        held = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(held)
+        yield draft
 
 
 def _publish(draft: Path, target: Path) -> None:

@@ -1,7 +1,7 @@
-"""From a configuration to what a run asks and how it reads the answers: model folder, tokenizer, data and splits.
+"""From the section ``data`` to what a run asks and how it reads the answers: model folder, tokenizer, data and splits.
 
-    folder = model_folder(config)           # made or converted now if it is not in the cache
-    task = open_task(config, folder)
+    folder = model_folder("adder", cache)   # made or converted now if it is not in the cache
+    task = open_task(data, folder, seed=0, evaluated=256)
     task.prompts.ids(0), task.prompts.problem(0)
     task.decode(tokens)
 
@@ -9,15 +9,16 @@ The embedded task needs no tokenizer. Other data is encoded by the ``tokenizers`
 chat templates alone. What is held out of training is decided by a hash of the prompt.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from staleflow.config.schema import ADDER, SMOLLM, Config, Data
+from staleflow.errors import StaleFlowError, line_of
+from staleflow.model_json import read_json
 from staleflow.tasks import adder
 from staleflow.tasks.adder import Adder
+from staleflow.tasks.options import ADDER, GYM, SMOLLM, Data, is_file
 from staleflow.tasks.prompts import DataPrompts, Encode, TaskPrompts
 from staleflow.tasks.smollm import smollm
 from staleflow.tasks.sources import generated, read_file, reasoning_gym
@@ -25,7 +26,6 @@ from staleflow.tasks.task import Problem, Task, TaskError, digest
 
 AWAY_FROM_WARM_START = 1000
 """Added to the seed of the problems that are trained on, so that they are not those that the warm start has seen."""
-GYM = "reasoning-gym:"
 MOST_HELD_OUT = 1000
 
 
@@ -47,44 +47,44 @@ class TaskSet:
         return self.prompts.fingerprint
 
 
-def model_folder(config: Config, on_step: Callable[[int, float], None] = lambda _step, _loss: None) -> Path:
+def model_folder(
+    model: str, cache: str, seed: int = 0, on_step: Callable[[int, float], None] = lambda _step, _loss: None
+) -> Path:
     """The folder of the model. ``on_step`` hears of the steps of a warm start, if there is one."""
-    if config.model == ADDER:
+    if model == ADDER:
         from staleflow.tasks.base_model import Recipe, base_model
 
-        return base_model(config.cache, Recipe(seed=config.seed), on_step)
-    if config.model == SMOLLM:
-        return smollm(config.cache)
-    return Path(config.model)
+        return base_model(cache, Recipe(seed=seed), on_step)
+    return smollm(cache) if model == SMOLLM else Path(model)
 
 
-def open_task(config: Config, folder: Path) -> TaskSet:
-    if config.data.source == ADDER:
-        return _embedded(config)
-    encode, decode = _text(config.data, folder)
-    source = _source(config.data)
+def open_task(data: Data, folder: Path, seed: int, evaluated: int) -> TaskSet:
+    """``evaluated``: how many problems are held out to be evaluated, at most."""
+    if data.source == ADDER:
+        return _embedded(seed, evaluated)
+    encode, decode = _text(data, folder)
+    source = _source(data)
     if isinstance(source, Task):
         prompts: DataPrompts | TaskPrompts = TaskPrompts(source, "train", encode)
-        held = [source.problem(index, "held-out") for index in range(config.evaluation.problems)]
+        held = [source.problem(index, "held-out") for index in range(evaluated)]
     else:
-        train, held = _split(config.data, source)
-        limits = (config.data.max_prompt_tokens, config.data.epochs, config.data.shuffle)
-        prompts = DataPrompts(train, encode, config.seed, *limits)
+        train, held = _split(data, source)
+        prompts = DataPrompts(train, encode, seed, data.max_prompt_tokens, data.epochs, data.shuffle)
     return TaskSet(
         prompts=prompts,
-        held_out=_encoded(held, encode, config.data.max_prompt_tokens, config.evaluation.problems),
+        held_out=_encoded(held, encode, data.max_prompt_tokens, evaluated),
         decode=decode,
         stop_tokens=stop_tokens(folder),
         vocab_size=int(_json(folder / "config.json")["vocab_size"]),
-        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_prompt_tokens=data.max_prompt_tokens,
     )
 
 
-def first_problem(config: Config) -> Problem:
+def first_problem(data: Data, seed: int) -> Problem:
     """A problem to try the reward with; needs no model."""
-    if config.data.source == ADDER:
-        return Adder(config.seed + AWAY_FROM_WARM_START).problem(0)
-    source = _source(config.data)
+    if data.source == ADDER:
+        return Adder(seed + AWAY_FROM_WARM_START).problem(0)
+    source = _source(data)
     return source.problem(0) if isinstance(source, Task) else source[0]
 
 
@@ -105,10 +105,10 @@ def stop_tokens(folder: Path) -> tuple[int, ...]:
 # Within
 
 
-def _embedded(config: Config) -> TaskSet:
-    held = [Adder(0).problem(index, "held-out") for index in range(config.evaluation.problems)]
+def _embedded(seed: int, evaluated: int) -> TaskSet:
+    held = [Adder(0).problem(index, "held-out") for index in range(evaluated)]
     return TaskSet(
-        prompts=TaskPrompts(Adder(config.seed + AWAY_FROM_WARM_START)),
+        prompts=TaskPrompts(Adder(seed + AWAY_FROM_WARM_START)),
         held_out=_encoded(held, _no_text, adder.PROMPT_TOKENS, len(held)),
         decode=adder.text,
         stop_tokens=(adder.END,),
@@ -118,17 +118,18 @@ def _embedded(config: Config) -> TaskSet:
 
 
 def _source(data: Data) -> Task | list[Problem]:
-    if Path(data.source).suffix.lower() in (".jsonl", ".ndjson", ".parquet"):
+    if is_file(data.source):
         return read_file(data.source, data.prompt, data.answer)
     try:
         if data.source.startswith(GYM):
             return reasoning_gym(data.source.removeprefix(GYM), **data.arguments)
         return generated(data.source, data.prompt, data.answer, **data.arguments)
-    except TaskError:
+    except StaleFlowError:
         raise
     except Exception as error:  # whatever the user's function raises
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise TaskError(f"data.source={data.source} failed ({why}): correct data.arguments, or the function") from None
+        raise TaskError(
+            f"data.source={data.source} failed ({line_of(error)}): correct data.arguments, or the function"
+        ) from None
 
 
 def _split(data: Data, problems: list[Problem]) -> tuple[list[Problem], list[Problem]]:
@@ -196,22 +197,28 @@ def _text(data: Data, folder: Path) -> tuple[Encode, Callable[[Sequence[int]], s
 def _chat(data: Data, folder: Path) -> Encode:
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds; all mean that the tokenizer cannot be used
+        raise TaskError(
+            f"the tokenizer of {folder} cannot be read by transformers ({line_of(error)}): save a fast tokenizer there"
+        ) from None
     if not tokenizer.chat_template:
         raise TaskError(f"{folder} has no chat template: give data.chat=false and a data.template")
     system = [] if data.system is None else [{"role": "system", "content": data.system}]
 
     def encode(prompt: str) -> Sequence[int]:
         said = [*system, {"role": "user", "content": data.template.replace("{prompt}", prompt)}]
-        return tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+        try:
+            return tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # whatever the template does
+            raise TaskError(
+                f"the chat template of {folder} failed ({line_of(error)}): correct it, or give data.chat=false"
+            ) from None
 
     return encode
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, OSError) as error:
-        raise TaskError(f"{path} cannot be read ({' '.join(str(error).split())}): write the model again") from None
+    """What the file says; nothing if it is not there."""
+    return read_json(path) if path.is_file() else {}

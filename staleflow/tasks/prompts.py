@@ -46,9 +46,9 @@ class DataPrompts:
         for problem in problems:
             ids = _bytes(_encoded(problem, encode))
             lengths.append(len(ids) // TOKEN.itemsize)
-            seen.update(len(ids).to_bytes(8, "little") + ids)
+            seen.update(len(ids).to_bytes(8, "little") + ids + repr(problem.facts).encode(errors="surrogatepass"))
         self.fingerprint = seen.hexdigest()
-        """Equal where every number means the same prompt: a resume with another one reads other data."""
+        """Equal where every number means the same problem: a resume with another one reads other data."""
         self._kept = [at for at, length in enumerate(lengths) if 0 < length <= (max_tokens or length)]
         self.skipped = len(problems) - len(self._kept)
         """Items that are never asked: too long, or empty."""

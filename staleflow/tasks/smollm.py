@@ -73,7 +73,7 @@ def _save(path: Path, draft: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    where: Any = {"gguf_file": path.name, "local_files_only": True}
+    where: Any = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     read: Any = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **where)
     tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, **where)
     # What came out of a GGUF file refuses to be saved, so its weights go into a fresh model.

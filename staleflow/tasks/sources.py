@@ -13,26 +13,27 @@ either into the numbered prompts of a run::
 
 import importlib
 import json
-import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from staleflow.tasks.task import Problem, Split, Task, TaskError, held_out
+from staleflow.errors import line_of
+from staleflow.tasks.options import SOURCES
+from staleflow.tasks.rows import refuse_unsendable
+from staleflow.tasks.task import Problem, Task, TaskError
 
 
 def read_jsonl(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
     """One JSON object per line; blank lines are left out."""
     problems: list[Problem] = []
-    with _existing(path).open(encoding="utf-8") as lines:
+    with _existing(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except ValueError as error:
+                row = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:
                 raise TaskError(f"{path}, line {number}: no valid JSON ({error}): write one object per line") from None
             if not isinstance(row, dict):
                 raise TaskError(f"{path}, line {number}: a {type(row).__name__}: write one JSON object per line")
@@ -43,26 +44,26 @@ def read_jsonl(path: str | Path, prompt: str = "prompt", answer: str | None = "a
 def read_parquet(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
     """Reads the whole file; needs pyarrow."""
     parquet = require("pyarrow.parquet", "pyarrow", "Parquet files")
-    rows = parquet.read_table(str(_existing(path))).to_pylist()
+    try:
+        rows = parquet.read_table(str(_existing(path))).to_pylist()
+    except TaskError:
+        raise
+    except Exception as error:  # pyarrow has errors of its own
+        raise TaskError(f"{path} cannot be read ({line_of(error)}): give a Parquet file") from None
     where = enumerate(rows, 1)
     return _some([_problem(f"{path}, row {number}", row, prompt, answer) for number, row in where], str(path))
 
 
 def read_file(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
-    """JSONL or Parquet, by the ending of the name."""
-    ending = Path(path).suffix.lower()
-    if ending in (".jsonl", ".ndjson"):
-        return read_jsonl(path, prompt, answer)
-    if ending == ".parquet":
-        return read_parquet(path, prompt, answer)
-    raise TaskError(f"{path}: the ending {ending!r} is not known: give a .jsonl or a .parquet file")
+    """By the ending of the name."""
+    return SOURCES.load(str(path))(path, prompt, answer)
 
 
 def generated(
     spec: str, prompt: str = "prompt", answer: str | None = "answer", **arguments: Any
 ) -> Task | list[Problem]:
     """What ``module:function`` returns for ``arguments``: a task, or a list of problems or of rows like a file's."""
-    made = load_function(spec, "data")(**arguments)
+    made = SOURCES.load(spec)(**arguments)
     if isinstance(made, Task):
         return made
     if isinstance(made, str) or not isinstance(made, Sequence):
@@ -82,43 +83,12 @@ def reasoning_gym(name: str, seed: int = 0, size: int = 10_000, **settings: Any)
     return _some([Problem(str(each["entry"]["question"]), each) for each in facts], f"reasoning-gym task {name!r}")
 
 
-# Code and packages named by the user
-
-
-def load_function(spec: str, what: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names; ``what`` says in errors which setting was meant."""
-    module, colon, name = spec.partition(":")
-    if not (module and colon and name):
-        raise TaskError(f"{what} {spec!r}: write module:function, as in my_package.my_module:my_function")
-    if not {"", os.getcwd()} & set(sys.path):  # an installed command does not look where it is called
-        sys.path.append(os.getcwd())
-    try:
-        found: Any = importlib.import_module(module)
-    except Exception as error:  # whatever the user's module raises
-        raise TaskError(
-            f"{what} {spec!r}: importing {module} failed ({type(error).__name__}: {_line(error)}): "
-            "correct the name, or add its folder to PYTHONPATH"
-        ) from None
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise TaskError(f"{what} {spec!r}: {module} has no {name}: correct the part behind the colon")
-        found = getattr(found, part)
-    if not callable(found):
-        raise TaskError(f"{what} {spec!r}: {name} is a {type(found).__name__}: name a function")
-    return found
-
-
 def require(module: str, package: str, purpose: str) -> Any:
     """A package that is needed for this alone, or the line that says how to get it."""
     try:
         return importlib.import_module(module)
     except ImportError:
         raise TaskError(f"{purpose} need the package {package}: pip install {package}") from None
-
-
-def part(problems: Sequence[Problem], split: Split) -> list[Problem]:
-    """Those of one split. The prompt alone decides, so a problem stays where it is when others come or go."""
-    return [problem for problem in problems if held_out("prompt", problem.prompt) == (split == "held-out")]
 
 
 def columns(prompt: str) -> list[str]:
@@ -140,6 +110,7 @@ def _problem(where: str, row: Mapping[str, Any], prompt: str, answer: str | None
         if not isinstance(row[column], str):
             kind = type(row[column]).__name__
             raise TaskError(f"{where}: the prompt column {column!r} holds a {kind}: name a column of text")
+    refuse_unsendable(where, row)
     text = row[prompt] if needed == [prompt] else _BRACED.sub(lambda found: row[found[1]], prompt)
     return Problem(text, {**row, "answer": row[answer]} if answer is not None else dict(row))
 
@@ -162,7 +133,3 @@ def _some(problems: list[Problem], where: str) -> list[Problem]:
     if not problems:
         raise TaskError(f"{where}: no items: name data that has some")
     return problems
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -1,21 +1,23 @@
 """Advantages: how much better than expected a sequence, or a token, turned out.
 
-From the rewards of sequences and the group (prompt) each belongs to; groups may have any sizes and lie in any order::
+An advantage, built in or the user's own, is ``advantage(rewards_N, groups_N, segments, *, knobs)``: the rewards of N
+sequences, overlong penalty included, the number of the group (prompt) each belongs to, and which of the T tokens are
+whose. It gives one number for each sequence, or one for each token. Groups may have any sizes and lie in any order::
 
-    advantages_N = grpo(rewards_N, groups_N)
+    advantages_N = grpo(rewards_N, groups_N, segments)
     advantages_T = segments.spread(advantages_N)
     gae(final_rewards(rewards_N, segments), values_T, segments).advantages_T      # PPO with a value head
 
 The promise: a group without a learning signal (one member, or all rewards equal) has advantages of exactly 0, never
-NaN. All but those of a whitened batch depend on their own group only, so that they can be computed as groups arrive.
+NaN. Those of scope ``group`` (``options.Advantage``) depend on their own group only, so that they can be computed as
+groups arrive; a user's function that does not say so, by an attribute ``scope``, is given the whole batch. GAE is
+apart: it needs values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,10 +35,8 @@ class _Groups(NamedTuple):
     groups: int
 
 
-def grpo(rewards_N: Tensor, groups_N: Tensor, epsilon: float = 1e-6) -> Tensor:
+def grpo(rewards_N: Tensor, groups_N: Tensor, segments: Segments, *, epsilon: float = 1e-6) -> Tensor:  # noqa: ARG001
     """A_i = (r_i - mean(r)) / (std(r) + epsilon), over the group; std with n - 1, as is usual. 0 without a signal."""
-    if not epsilon >= 0:
-        raise ValueError(f"epsilon={epsilon}: use 0 or a small number above it")
     rewards_N = _checked(rewards_N)
     groups = _group(rewards_N, groups_N)
     centred_N = rewards_N - groups.mean_N
@@ -45,14 +45,14 @@ def grpo(rewards_N: Tensor, groups_N: Tensor, epsilon: float = 1e-6) -> Tensor:
     return torch.where(groups.signal_N, centred_N / (std_N + epsilon), 0)
 
 
-def dr_grpo(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
-    """A_i = r_i - mean(r), over the group. Goes with the ``fixed-length`` aggregation."""
+def dr_grpo(rewards_N: Tensor, groups_N: Tensor, segments: Segments) -> Tensor:  # noqa: ARG001
+    """A_i = r_i - mean(r), over the group. Goes with ``fixed-length``."""
     rewards_N = _checked(rewards_N)
     groups = _group(rewards_N, groups_N)
     return torch.where(groups.signal_N, rewards_N - groups.mean_N, 0)
 
 
-def rloo(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+def rloo(rewards_N: Tensor, groups_N: Tensor, segments: Segments) -> Tensor:  # noqa: ARG001
     """A_i = r_i - mean of the others' rewards = n / (n - 1) * (r_i - mean(r)). 0 for a group of one."""
     rewards_N = _checked(rewards_N)
     groups = _group(rewards_N, groups_N)
@@ -61,22 +61,23 @@ def rloo(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus(
-    rewards_N: Tensor, segments: Segments, groups_N: Tensor | None = None, epsilon: float = 1e-6
+    rewards_N: Tensor,
+    groups_N: Tensor,  # noqa: ARG001
+    segments: Segments,
+    *,
+    epsilon: float = 1e-6,
 ) -> Tensor:
-    """A_i = (b_i - mean(b)) / (std(b) + epsilon), mean and std over all tokens of the batch; 0 if all b are equal.
+    """A_i = (r_i - mean(r)) / (std(r) + epsilon), mean and std over all tokens of the batch; 0 if all r are equal.
 
-    b_i = r_i, or r_i - mean of its group with ``groups_N`` (the baseline form). A sequence weighs by its length. Needs
-    the whole batch: no part of it can be trained before the last reward is known.
+    A sequence weighs by its length. Needs the whole batch: nothing can be trained before the last reward is known.
     """
     segments.check_sequences(rewards=rewards_N)
-    based_N = _checked(rewards_N) if groups_N is None else dr_grpo(rewards_N, groups_N)
-    return whiten(based_N, segments.lengths_N.to(based_N), epsilon)
+    rewards_N = _checked(rewards_N)
+    return whiten(rewards_N, segments.lengths_N.to(rewards_N), epsilon)
 
 
 def whiten(values: Tensor, weights: Tensor | None = None, epsilon: float = 1e-6) -> Tensor:
     """(x - mean(x)) / (std(x) + epsilon), with weights, over all of the batch; 0 if all are equal."""
-    if not epsilon >= 0:
-        raise ValueError(f"epsilon={epsilon}: use 0 or a small number above it")
     if values.numel() == 0:
         raise ValueError("nothing to whiten: give at least one value")
     weights = torch.ones_like(values) if weights is None else weights
@@ -98,20 +99,17 @@ def gae(
     segments: Segments,
     gamma: float = 1.0,
     lam: float = 0.95,
-    bootstrap_N: Tensor | None = None,
 ) -> Gae:
     """Generalised advantage estimation, within each sequence.
 
     delta_t = r_t + gamma V_{t+1} - V_t;   A_t = delta_t + gamma lam A_{t+1};   return_t = A_t + V_t.
-    Beyond the last token V is 0, or ``bootstrap_N`` for sequences that were cut off, and A is 0.
+    Beyond the last token V and A are 0.
     """
-    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
-        raise ValueError(f"gamma={gamma}, lam={lam}: both must be between 0 and 1")
     segments.check_tokens(rewards=rewards_T, values=values_T)
     _check_finite("reward of token", rewards_T)
     last_N = segments.ends_N - 1
     next_T = values_T.roll(-1)
-    next_T[last_N] = 0.0 if bootstrap_N is None else bootstrap_N.to(next_T)
+    next_T[last_N] = 0.0
     advantages_T = rewards_T.to(values_T) + gamma * next_T - values_T
     # The recurrence by doubling: after k rounds each token has the discounted sum of the 2^k deltas from it on, so
     # the longest sequence takes log2 rounds, not one for each token.
@@ -137,21 +135,7 @@ def overlong_penalty(lengths_N: Tensor, max_length: int, buffer: int, factor: fl
     0 up to L = max_length - buffer, then falling to -factor at max_length:
     factor * clip((max_length - buffer - L) / buffer, -1, 0).
     """
-    if not 0 < buffer <= max_length:
-        raise ValueError(f"buffer={buffer}, max_length={max_length}: use 0 < buffer <= max_length")
-    if not factor >= 0:
-        raise ValueError(f"factor={factor}: the penalty is subtracted already, use 0 or more")
     return factor * ((max_length - buffer - lengths_N.double()) / buffer).clamp(-1, 0)
-
-
-def no_signal(rewards: Sequence[float] | np.ndarray | Tensor) -> bool:
-    """Whether a group teaches nothing, all rewards being equal: DAPO's dynamic sampling replaces such groups."""
-    rewards_N = _checked(torch.as_tensor(rewards))
-    return bool(rewards_N.max() == rewards_N.min())
-
-
-GROUP_ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-ADVANTAGES = (*GROUP_ADVANTAGES, "reinforce++", "gae")
 
 
 def _group(rewards_N: Tensor, groups_N: Tensor) -> _Groups:

@@ -19,10 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "staleflow-rows"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Whose attention is plain and causal. Others get transformers' own mask for packed rows."""
+from staleflow.model_json import FAMILIES
 
+NAME = "staleflow-rows"
 HEAD = 8
 """The size of a head must be a multiple of this for one call over all rows."""
 
@@ -35,7 +34,9 @@ class Rows(NamedTuple):
 
 
 def attend_by_rows(model: Any) -> None:
-    """Let the model take ``rows``, if its attention can be computed so."""
+    """Let the model take ``rows``, if its attention is plain and causal.
+
+    Others get transformers' own mask for packed rows."""
     config = model.config
     windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     windowed = windowed or (config.model_type == "mistral" and config.sliding_window is not None)

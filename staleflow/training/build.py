@@ -1,6 +1,6 @@
 """A trainer from a model folder in Hugging Face format, without touching the network.
 
-trainer = build("models/tiny", TrainerOptions(max_staleness=2, lora_rank=16), device="cuda")
+trainer = build("models/tiny", TrainerOptions(max_staleness=2, lora_rank=16, device="cuda"))
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from staleflow.training.options import TrainerOptions
 from staleflow.training.trainer import Trainer
 
 
-def build(folder: str | Path, options: TrainerOptions, device: str | torch.device = "cpu") -> Trainer:
+def build(folder: str | Path, options: TrainerOptions) -> Trainer:
     """At version 0. Weights are kept in float32, whatever precision the folder has.
 
     To go on with a run, build from the folder that it began with and ``checkpoints.load``: that folder is also the
@@ -25,12 +25,14 @@ def build(folder: str | Path, options: TrainerOptions, device: str | torch.devic
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path / 'config.json'} is missing: give the folder of a model in Hugging Face format")
-    where = torch.device(device)
+    where = torch.device(options.device)
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device}: torch sees no GPU here, use cpu or install torch with CUDA")
+        raise ValueError(f"device {options.device}: torch sees no GPU here, use cpu or install torch with CUDA")
     try:
         with quiet():
-            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # transformers raises many kinds; all mean that the folder cannot be used
         reason = " ".join(str(error).split())[:200]
         raise ValueError(

@@ -1,15 +1,17 @@
 """Checkpoints: the model in Hugging Face format, and what the trainer needs to go on exactly where it was.
 
     save(trainer, run / "checkpoints" / "step-000100", tokenizer=folder_of_the_base_model)
-    version = load(trainer, newest(run / "checkpoints"))
+    version = load(trainer, run / "checkpoints" / "step-000100")
 
-A checkpoint is written beside its place and renamed into it, so whatever has the name is whole; an unfinished one is
-removed by the next save. Tensors are safetensors, the rest is JSON: nothing is unpickled.
+A checkpoint is written beside its place, sealed with the checksums of its files (``checksums.py``) and renamed into
+place, so whatever has the name was whole; an unfinished one is removed by the next save. Tensors are safetensors, the
+rest is JSON: nothing is unpickled.
 
     model.safetensors, config.json   the model, adapters merged in: ``AutoModelForCausalLM.from_pretrained`` loads it
     adapters.safetensors             LoRA's own matrices; they go beside the model that the run began with
     value_head.safetensors           of PPO
     optimiser.safetensors            moments by parameter, and the state of the random number generators
+    checksums.json                   of all of these
 """
 
 import json
@@ -20,18 +22,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging
 
-from staleflow.errors import StaleFlowError
+from staleflow.errors import StaleFlowError, line_of
 from staleflow.training.adapters import adapters
+from staleflow.training.checksums import OPTIMISER, REPLACED, SEALED, UNFINISHED, seal, sync
+from staleflow.training.checksums import TRAINER as STATE
 from staleflow.training.trainer import Trainer
 
 FORMAT = 1
 ADAPTERS, VALUES = "adapters.safetensors", "value_head.safetensors"
-OPTIMISER, STATE = "optimiser.safetensors", "trainer.json"
-UNFINISHED = ".unfinished-"
 RNG, CUDA_RNG = "rng", "rng cuda"
 SAME_BASE = 1e-5
 """Merged weights of the same base differ by no more than this between machines, relative to the largest."""
@@ -46,16 +49,18 @@ def save(
     folder: str | Path,
     tokenizer: str | Path | None = None,
     also: Mapping[str, bytes] | None = None,
+    replace: bool = False,
 ) -> None:
     """Write a checkpoint of the trainer between two steps.
 
     ``tokenizer``: a folder whose tokenizer files go along. ``also``: more files by name, as whole as the rest.
+    ``replace``: one that has the name already goes once this one is whole.
     """
     target = Path(folder)
-    if target.exists():
+    if target.exists() and not replace:
         raise CheckpointError(f"{target} exists: a checkpoint is never overwritten, give another name")
     target.parent.mkdir(parents=True, exist_ok=True)
-    for left in target.parent.glob(f"{UNFINISHED}*"):
+    for left in (*target.parent.glob(f"{UNFINISHED}*"), *target.parent.glob(f"{REPLACED}*")):
         shutil.rmtree(left)
     made = target.parent / f"{UNFINISHED}{target.name}"
     _write(trainer, made)
@@ -65,11 +70,14 @@ def save(
         if Path(name).name != name or (made / name).exists():
             raise CheckpointError(f"{name!r} cannot be a file beside the checkpoint's own: give another plain name")
         (made / name).write_bytes(content)
-    for file in made.iterdir():
-        _sync(file)
-    _sync(made)
-    os.rename(made, target)
-    _sync(target.parent)
+    seal(made)
+    if target.exists():
+        os.rename(target, old := target.with_name(f"{REPLACED}{target.name}"))
+        os.rename(made, target)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.rename(made, target)
+    sync(target.parent)
 
 
 def _write(trainer: Trainer, folder: Path) -> None:
@@ -80,7 +88,7 @@ def _write(trainer: Trainer, folder: Path) -> None:
     if trainer.value_head is not None:
         save_file(trainer.value_head.state_dict(), folder / VALUES)
     save_file(optimiser_state(trainer), folder / OPTIMISER)
-    (folder / STATE).write_text(json.dumps({"format": FORMAT, "version": trainer.version}))
+    (folder / STATE).write_text(json.dumps({"format": FORMAT, "version": trainer.version, SEALED: True}))
 
 
 def load(trainer: Trainer, folder: str | Path) -> int:
@@ -95,11 +103,14 @@ def load(trainer: Trainer, folder: str | Path) -> int:
         weights = _weights(source)
         own = load_file(source / ADAPTERS) if trainer.options.lora_rank else {}
         values = load_file(source / VALUES) if trainer.value_head is not None else {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{source} is no whole checkpoint for these options ({error}): give another") from error
-    if state["format"] != FORMAT:
+        saved_format, version, _ = state["format"], state["version"], optimiser[RNG]
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(
-            f"{source} has format {state['format']}, this version of StaleFlow reads {FORMAT}: update StaleFlow"
+            f"{source} is not a whole checkpoint for these options ({line_of(error)}): give another"
+        ) from error
+    if saved_format != FORMAT:
+        raise CheckpointError(
+            f"{source} has format {saved_format}, this version of StaleFlow reads {FORMAT}: update StaleFlow"
         )
     _check_shapes(source, trainer.weights() | adapters(trainer.model), weights | own)
     _check_trained(source, trainer, optimiser)
@@ -113,8 +124,8 @@ def load(trainer: Trainer, folder: str | Path) -> int:
         trainer.value_head.load_state_dict(values)
     trainer.forget_moments()
     restore_optimiser(trainer, optimiser)
-    trainer.version = state["version"]
-    return trainer.version
+    trainer.version = version
+    return version
 
 
 @contextmanager
@@ -127,14 +138,6 @@ def quiet() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def newest(folder: str | Path) -> Path | None:
-    """The whole checkpoint of the latest version in a folder of them."""
-    found = [
-        each for each in Path(folder).glob("*") if (each / STATE).is_file() and not each.name.startswith(UNFINISHED)
-    ]
-    return max(found, key=lambda each: json.loads((each / STATE).read_text())["version"], default=None)
 
 
 def trained(trainer: Trainer) -> dict[str, Tensor]:
@@ -206,11 +209,3 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     if not found:
         raise FileNotFoundError("it has no model.safetensors")
     return found
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

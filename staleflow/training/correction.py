@@ -4,12 +4,13 @@ Three policies meet in a step: *behaviour* (the engine, maybe some versions old)
 trainer's own weights when the step began) is recomputed, *current* is what gradients flow through. A ``Correction``
 says which policy the ratio in a loss is taken against, how much each token weighs, and which sequences are left out::
 
-    correction = truncated(proximal_T, behaviour_T, cap=2.0)
+    correction = truncated(proximal_T, behaviour_T, segments, importance_cap=2.0)
     loss = ppo_clip(logprobs_T, advantages_T, segments, correction)
     difference(proximal_T, behaviour_T).values()["logprob_difference"]
 
-With one update per step the proximal policy is the current one: give ``logprobs_T`` itself. No gradient flows
-through a correction, and no weight is ever negative; a NaN stays a NaN, so that it is seen in the loss.
+A correction, built in or the user's own, is ``correction(proximal_T, behaviour_T, segments, *, knobs) -> Correction``.
+With one update per step the proximal policy is the current one. No gradient flows through a correction, and no weight
+is ever negative; a NaN stays a NaN, so that it is seen in the loss.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from staleflow.training.packed import Metrics, Segments
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are held within this: e^20 is far beyond any clip, and keeps exp and its gradient finite."""
-
-CORRECTIONS = ("none", "truncated", "masked", "decoupled")
 
 
 @dataclass(frozen=True)
@@ -44,23 +43,28 @@ def log_ratio(above_T: Tensor, below_T: Tensor) -> Tensor:
     return (above_T - below_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def uncorrected(behaviour_T: Tensor) -> Correction:
+def uncorrected(proximal_T: Tensor, behaviour_T: Tensor, segments: Segments) -> Correction:  # noqa: ARG001
     """None: ratio = pi / behaviour, weight = 1. The clip of the loss alone holds off-policy tokens."""
     behaviour_T = behaviour_T.detach()
     return Correction(behaviour_T, torch.ones_like(behaviour_T))
 
 
 @torch.no_grad()
-def truncated(proximal_T: Tensor, behaviour_T: Tensor, cap: float = 2.0) -> Correction:
+def truncated(
+    proximal_T: Tensor,
+    behaviour_T: Tensor,
+    segments: Segments,  # noqa: ARG001
+    *,
+    importance_cap: float = 2.0,
+) -> Correction:
     """Truncated importance sampling by token: ratio = pi / proximal, weight = min(proximal / behaviour, cap).
 
     The cap bounds the variance and costs a bias for the tokens above it.
     """
-    if not cap > 0:
-        raise ValueError(f"cap={cap}: the largest importance weight must be above 0, 2 is usual")
     _check_same(proximal_T, behaviour_T)
     raw_T = log_ratio(proximal_T, behaviour_T).exp()
-    return Correction(proximal_T.detach(), raw_T.clamp(max=cap), None, _weights(raw_T.clamp(max=cap), raw_T > cap))
+    weights_T = raw_T.clamp(max=importance_cap)
+    return Correction(proximal_T.detach(), weights_T, None, _weights(weights_T, raw_T > importance_cap))
 
 
 @torch.no_grad()
@@ -68,29 +72,24 @@ def masked_by_sequence(
     proximal_T: Tensor,
     behaviour_T: Tensor,
     segments: Segments,
-    low: float,
-    high: float,
-    base: Correction | None = None,
+    *,
+    sequence_band: tuple[float, float] = (0.5, 2.0),
 ) -> Correction:
-    """Leave out sequence i unless low <= exp(1/|o_i| sum_t log(proximal_t / behaviour_t)) <= high.
+    """Leave out sequence i unless exp(1/|o_i| sum_t log(proximal_t / behaviour_t)) is inside the band.
 
-    What is left is treated as ``base`` says; None: ratio = pi / behaviour, weight = 1.
+    What is left is as without a correction: ratio = pi / behaviour, weight = 1.
     """
-    if not 0 < low <= 1 <= high:
-        raise ValueError(f"low={low}, high={high}: sequences of ratio 1 must be kept, so use 0 < low <= 1 <= high")
+    low, high = sequence_band
     _check_same(proximal_T, behaviour_T)
     means_N = segments.mean(proximal_T - behaviour_T)
     # Not "inside", but "not outside": a NaN must reach the loss and be seen there.
     keep_N = ~((means_N < math.log(low)) | (means_N > math.log(high)))
-    base = base or uncorrected(behaviour_T)
-    if base.keep_N is not None:
-        keep_N &= base.keep_N
     masked = Metrics({"sequences_masked": ((~keep_N).sum(), segments.sequences)})
-    return replace(base, keep_N=keep_N, metrics=base.metrics + masked)
+    return replace(uncorrected(proximal_T, behaviour_T, segments), keep_N=keep_N, metrics=masked)
 
 
 @torch.no_grad()
-def decoupled(proximal_T: Tensor, behaviour_T: Tensor) -> Correction:
+def decoupled(proximal_T: Tensor, behaviour_T: Tensor, segments: Segments) -> Correction:  # noqa: ARG001
     """Decoupled PPO: ratio = pi / proximal inside the clip, weight = proximal / behaviour outside.
 
     The trust region is around where the step began, not around old weights. Weights are unbiased and unbounded;

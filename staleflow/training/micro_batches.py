@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from staleflow.servers.payloads import Row, pack
+from staleflow.servers.payloads import pack
 from staleflow.training.attention import attends_by_rows, by_rows
 from staleflow.training.logprobs import log_probs
 from staleflow.training.packed import Segments
+from staleflow.types import Row
 
 if TYPE_CHECKING:
     from staleflow.training.decoder import Decoder

@@ -18,11 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from staleflow.training.options import AggregationKind
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,13 @@ class Aggregation:
     ``fixed-length``    sum_i sum_t l / (N * length)             no bias by length (Dr. GRPO)
     """
 
-    kind: Literal["token-mean", "sequence-mean", "fixed-length"]
+    kind: AggregationKind
     length: int | None = None
     """The constant of ``fixed-length``: most tokens that a sequence may have."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("token-mean", "sequence-mean", "fixed-length"):
-            raise ValueError(f"aggregation {self.kind!r} is unknown: use token-mean, sequence-mean or fixed-length")
+        if self.kind not in get_args(AggregationKind):
+            raise ValueError(f"aggregation {self.kind!r} is unknown: use {', '.join(get_args(AggregationKind))}")
         if (self.kind == "fixed-length") != (self.length is not None):
             raise ValueError(f"aggregation {self.kind} with length={self.length}: only fixed-length takes a length")
         if self.length is not None and self.length < 1:

@@ -28,25 +28,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from staleflow.errors import StaleFlowError
-from staleflow.servers.payloads import Row
+from staleflow.errors import RunError
 from staleflow.training.adapters import adapters_off, merged, prepare
 from staleflow.training.attention import attend_by_rows
 from staleflow.training.clock import clock_of
-from staleflow.training.correction import Correction, decoupled, difference, masked_by_sequence, truncated, uncorrected
+from staleflow.training.correction import Correction, difference
 from staleflow.training.decoder import by_hand
-from staleflow.training.losses import POLICY_LOSSES, entropy_bonus, kl_loss, value_loss
+from staleflow.training.losses import entropy_bonus, kl_loss, policy_loss, value_loss
 from staleflow.training.micro_batches import Known, MicroBatch, Outputs, forward, micro_batches
-from staleflow.training.options import TrainerOptions
-from staleflow.training.packed import SEQUENCE_MEAN, TOKEN_MEAN, LossSum, Metrics, scale_gradients
+from staleflow.training.options import CORRECTIONS, TrainerOptions
+from staleflow.training.packed import LossSum, Metrics, scale_gradients
 from staleflow.training.report import StepReport, metric_values
 from staleflow.training.value_head import ValueHead
 from staleflow.training.work import Group, Work, estimated, shaped, signals, with_advantages
+from staleflow.types import Row
 
 __all__ = ["Group", "StalenessError", "StepReport", "Trainer", "TrainerOptions"]
 
 
-class StalenessError(StaleFlowError, RuntimeError):
+class StalenessError(RunError):
     """A trajectory is older than the bound allows: a broken promise, not a bad setting."""
 
 
@@ -81,7 +81,7 @@ class Trainer:
         prepare(model, options)
         like = next(model.parameters())
         self.device: torch.device = like.device
-        self.value_head = ValueHead(model.config.hidden_size, like) if options.advantage == "gae" else None
+        self.value_head = ValueHead(model.config.hidden_size, like) if options.has_values else None
         trained = [each for each in model.parameters() if each.requires_grad]
         parts: list[dict[str, Any]] = [{"params": trained, "peak": options.learning_rate}]
         if self.value_head is not None:
@@ -93,7 +93,9 @@ class Trainer:
         self.parameters: list[Tensor] = [each for part in parts for each in part["params"]]
         """All that are trained, the value head's last."""
         self.forget_moments()
-        self._aggregation = SEQUENCE_MEAN if options.loss == "gspo" else TOKEN_MEAN
+        self._policy_loss, self._aggregation = policy_loss(options)
+        knobs = {"importance_cap": options.importance_cap, "sequence_band": options.sequence_band}
+        self._correct = CORRECTIONS.bound(options.correction, knobs, options.correction_arguments)
         self._half = options.autocast == "auto" and self.device.type == "cuda"
         self._decoder = by_hand(model, options.activation_checkpointing) if self._half else None
         self._reference_decoder = by_hand(self.reference) if self._half and apart else None
@@ -243,10 +245,9 @@ class Trainer:
         if first_T is not None or not self._open.norms:
             self._open.metrics += difference(now_T if first_T is None else first_T, batch.behaviour_T)
         self._open.metrics += Metrics({"policy_entropy": (out.entropy_T.detach().sum(), out.entropy_T.numel())})
-        correction = self._correction(now_T if first_T is None else first_T, batch)
+        correction: Correction = self._correct(now_T if first_T is None else first_T, batch.behaviour_T, segments)
         advantages_T, value = self._advantages(out, batch, correction)
-        policy = POLICY_LOSSES[options.loss]
-        loss = policy(out.logprobs_T, advantages_T, segments, correction, self._aggregation, **options.clip)
+        loss = self._policy_loss(out.logprobs_T, advantages_T, segments, correction, self._aggregation)
         if value is not None:
             loss = loss.plus(value, options.value_coefficient)
         if options.entropy_coefficient:
@@ -269,17 +270,6 @@ class Trainer:
         terms = (out.values_T, estimate.returns_T, old_T, segments, self._aggregation, correction.keep_N)
         advantages_T = estimate.advantages_T if known.advantages_T is None else known.advantages_T
         return advantages_T, value_loss(*terms, eps=self.options.value_clip)
-
-    def _correction(self, proximal_T: Tensor, batch: MicroBatch) -> Correction:
-        match self.options.correction:
-            case "truncated":
-                return truncated(proximal_T, batch.behaviour_T, self.options.importance_cap)
-            case "masked":
-                return masked_by_sequence(proximal_T, batch.behaviour_T, batch.segments, *self.options.sequence_band)
-            case "decoupled":
-                return decoupled(proximal_T, batch.behaviour_T)
-            case _:
-                return uncorrected(batch.behaviour_T)
 
     def _forward(self, batch: MicroBatch) -> Outputs:
         return forward(

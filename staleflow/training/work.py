@@ -16,19 +16,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from staleflow.servers.payloads import Row
-from staleflow.training.advantages import (
-    GROUP_ADVANTAGES,
-    Gae,
-    final_rewards,
-    gae,
-    overlong_penalty,
-    reinforce_plus_plus,
-    whiten,
-)
+from staleflow.errors import ConfigError
+from staleflow.training.advantages import Gae, final_rewards, gae, overlong_penalty, whiten
 from staleflow.training.micro_batches import Known
-from staleflow.training.options import TrainerOptions
+from staleflow.training.options import ADVANTAGES, TrainerOptions
 from staleflow.training.packed import Segments
+from staleflow.types import Row
 
 Group = Sequence[Row]
 
@@ -85,15 +78,15 @@ def estimated(rewards_N: Tensor, values_T: Tensor, segments: Segments, options: 
 
 def with_advantages(work: Work, options: TrainerOptions) -> Work:
     """The same work, its advantages known. Those of GAE stay unknown until values are, which a pass gives."""
-    if options.advantage == "gae" and not options.whiten_advantages:
+    if options.has_values and not options.whiten_advantages:
         return work
     rewards_N = torch.tensor([row.reward for row in work.rows], dtype=torch.float64)
     segments = Segments.of([row.tokens.size for row in work.rows])
-    if options.advantage == "gae":
+    if options.has_values:
         assert work.known.values_T is not None
         advantages_T = estimated(rewards_N, work.known.values_T, segments, options).advantages_T
     else:
-        advantages_T = segments.spread(_by_sequence(work, shaped(rewards_N, segments.lengths_N, options), options))
+        advantages_T = _from_rewards(work, shaped(rewards_N, segments.lengths_N, options), segments, options)
     if options.whiten_advantages:
         advantages_T = whiten(advantages_T.double())
     return Work(work.groups, work.known._replace(advantages_T=advantages_T))
@@ -106,8 +99,14 @@ def signals(work: Work) -> list[bool]:
     return [bool((part != 0).any()) for part in work.known.advantages_T.split(work.tokens)]
 
 
-def _by_sequence(work: Work, rewards_N: Tensor, options: TrainerOptions) -> Tensor:
-    if options.advantage == "reinforce++":
-        return reinforce_plus_plus(rewards_N, Segments.of([row.tokens.size for row in work.rows]))
-    members_N = torch.tensor([at for at, group in enumerate(work.groups) for _ in group])
-    return GROUP_ADVANTAGES[options.advantage](rewards_N, members_N)
+def _from_rewards(work: Work, rewards_N: Tensor, segments: Segments, options: TrainerOptions) -> Tensor:
+    groups_N = torch.tensor([at for at, group in enumerate(work.groups) for _ in group])
+    found: Tensor = ADVANTAGES.load(options.advantage)(rewards_N, groups_N, segments, **options.advantage_arguments)
+    if found.shape == (segments.sequences,):
+        return segments.spread(found)
+    if found.shape != (segments.tokens,):
+        raise ConfigError(
+            f"training.advantage={options.advantage} returned a tensor of shape {tuple(found.shape)}: return one "
+            f"number for each of the {segments.sequences} sequences, or of the {segments.tokens} tokens"
+        )
+    return found

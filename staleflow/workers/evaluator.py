@@ -1,6 +1,6 @@
 """Held-out accuracy, measured beside the run: an engine of its own, greedy, on whatever version is the newest.
 
-evaluator = Evaluator(engine, engine.model.parameters, weights, problems, sampling, reward, decode)
+evaluator = Evaluator(engine, weights, problems, sampling, reward, decode)
 evaluator.keep()                                # a copy, to be evaluated when there is time
 for evaluated in evaluator.evaluate(): ...      # what was kept, then the newest
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from staleflow.reward.function import Response, Reward, called
+from staleflow.reward.function import Response, Score, called
 from staleflow.rollout.engine import Engine, Load, Request, Sampling, WeightSource
 from staleflow.tasks.task import Problem
 from staleflow.types import Evaluate, Evaluated, Stop
@@ -26,16 +26,13 @@ class Evaluator:
     def __init__(
         self,
         engine: Engine,
-        tensors: Mapping[str, torch.Tensor],
         weights: WeightSource,
         problems: Sequence[tuple[Sequence[int], Problem]],
         sampling: Sampling,
-        reward: Reward,
+        reward: Score,
         decode: Callable[[Sequence[int]], str],
     ) -> None:
         self._engine = engine
-        self._tensors = tensors
-        """The engine's weights."""
         self._kept: list[tuple[int, dict[str, torch.Tensor]]] = []
         self._weights = weights
         self._problems = problems
@@ -45,7 +42,7 @@ class Evaluator:
 
     def keep(self) -> None:
         """Copy the newest version, to be evaluated later."""
-        copies = {name: torch.empty_like(tensor) for name, tensor in self._tensors.items()}
+        copies = {name: torch.empty_like(tensor) for name, tensor in self._engine.weights().items()}
         version = self._weights.pull(copies, 0)
         if not self._kept or self._kept[-1][0] < version:
             self._kept.append((version, copies))

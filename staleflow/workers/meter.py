@@ -1,16 +1,23 @@
-"""What the steps of a working engine take, summed up where they are made: alike steps share a cell.
+"""What a working instance takes for its steps, pulls and reports, summed up where it is done: alike steps share a cell.
 
-    meter.owe(tokens)                              # to be prefilled sooner or later
-    meter.step(engine.snapshot(), made, seconds, cpu_s)
-    costs = meter.drain()                          # what came since the last time; a few hundred bytes at most
+    meter = Meter(worker)
+    meter.step()                                   # instead of worker.step()
+    report = meter.report(everything=True)         # with what was measured since the last; a few hundred bytes at most
 
 Cells are octaves of sequences and of context for each, so there are few of them however long a run lasts.
 """
 
 from __future__ import annotations
 
-from staleflow.rollout.engine import EngineSnapshot
-from staleflow.types import Cell, Costs
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from staleflow.rollout.engine import StepOutput
+from staleflow.types import Cell, Costs, Report
+
+if TYPE_CHECKING:
+    from staleflow.workers.rollout import RolloutWorker
 
 Key = tuple[bool, int, int]
 
@@ -20,45 +27,54 @@ def key(mixed: bool, running: float, context: float) -> Key:
     return mixed, int(running).bit_length(), int(context / running).bit_length() if running else 0
 
 
-class StepMeter:
+class Cells:
     def __init__(self) -> None:
-        self._cells: dict[Key, list[float]] = {}
-        self._seen: object = None
-        """The engine's latest step that only decoded, as far as it is known here."""
-        self._owed = 0
-        self._pulls, self._pull_s = 0, 0.0
-        self._told, self._told_s = 0, 0.0
+        self._sums: dict[Key, list[float]] = {}
 
-    def owe(self, tokens: int) -> None:
-        """So many tokens are to be prefilled; counted with the next step that prefills."""
-        self._owed += tokens
-
-    def step(self, now: EngineSnapshot, made: int, seconds: float, cpu_s: float) -> None:
-        """A step has drawn so many tokens. The engine says itself whether it did nothing else."""
-        mixed, context, prefilled = now.step is self._seen, now.context, 0
-        if now.step is not None and not mixed:
-            _, context, _ = self._seen = now.step
-        else:
-            prefilled, self._owed = self._owed, 0
-        sums = self._cells.setdefault(key(mixed, made, context), [0, 0, 0, 0, 0.0, 0.0])
+    def add(self, output: StepOutput, seconds: float, cpu_s: float) -> None:
+        made, prefilled, context = output.made, output.prefilled, output.context
+        sums = self._sums.setdefault(key(prefilled > 0, made, context), [0, 0, 0, 0, 0.0, 0.0])
         for at, value in enumerate((1, made, context, prefilled, seconds, cpu_s)):
             sums[at] += value
 
-    def pulled(self, seconds: float) -> None:
-        self._pulls += 1
-        self._pull_s += seconds
-
-    def told(self, count: int, seconds: float) -> None:
-        """So many trajectories that had finished waited so long to be told of."""
-        self._told += count
-        self._told_s += count * seconds
-
-    def drain(self) -> Costs:
-        cells = [
+    def drain(self) -> list[Cell]:
+        sums, self._sums = self._sums, {}
+        return [
             Cell(mixed, int(count), int(running), int(context), int(prefilled), seconds, cpu_s)
-            for (mixed, _, _), (count, running, context, prefilled, seconds, cpu_s) in self._cells.items()
+            for (mixed, _, _), (count, running, context, prefilled, seconds, cpu_s) in sums.items()
         ]
-        costs = Costs(cells, self._pulls, self._pull_s, self._told, self._told_s)
-        self._cells = {}
-        self._pulls, self._pull_s, self._told, self._told_s = 0, 0.0, 0, 0.0
-        return costs
+
+
+class Meter:
+    def __init__(self, worker: RolloutWorker, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._worker = worker
+        self._clock = clock
+        self._cells = Cells()
+        self._pulls, self._pull_s = 0, 0.0
+        self._ended: list[tuple[int, float]] = []
+        """How many trajectories finished when, of those that are not told."""
+
+    def step(self) -> None:
+        began, cpu_began = self._clock(), time.thread_time()
+        output = self._worker.step()
+        now = self._clock()
+        if output.finished:
+            self._ended.append((len(output.finished), now))
+        self._cells.add(output, now - began, time.thread_time() - cpu_began)
+
+    def pull(self) -> None:
+        began = self._clock()
+        self._worker.pull()
+        self._pulls += 1
+        self._pull_s += self._clock() - began
+
+    def report(self, everything: bool) -> Report:
+        """There is something to tell, or ``everything``."""
+        now = self._clock()
+        told = sum(count for count, _ in self._ended)
+        waited = sum(count * (now - ended) for count, ended in self._ended)
+        costs = Costs(self._cells.drain(), self._pulls, self._pull_s, told, waited)
+        self._pulls, self._pull_s, self._ended = 0, 0.0, []
+        report = self._worker.report(everything, costs)
+        assert report is not None
+        return report

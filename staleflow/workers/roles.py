@@ -14,12 +14,13 @@ from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staleflow.run.directory import RunDirectory
-from staleflow.run.parts import engine_options, sampling, trainer_options
+from staleflow.rollout.options import ENGINES
 from staleflow.types import Ready, Setup
 from staleflow.workers.link import Link
 
 if TYPE_CHECKING:
+    from staleflow.config import Config
+    from staleflow.rollout.engine import Engine
     from staleflow.servers.weights import LocalParameterServer
 
 
@@ -38,31 +39,30 @@ class LazyWeights:
         if self._server is None:
             from staleflow.servers.weights import LocalParameterServer
 
-            self._server = LocalParameterServer.attach(self._setup.store, registry=registry(self._setup))
+            self._server = LocalParameterServer.attach(self._setup.store)
         return self._server.pull(into, at_least)
-
-
-def registry(setup: Setup) -> Path:
-    """Where the parameter server of this run is found, and of no other run."""
-    return RunDirectory(Path(setup.run)).weights
 
 
 def _instance(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
-    from staleflow.rollout.builtin import TorchEngine
     from staleflow.tasks.opening import stop_tokens
-    from staleflow.workers.rollout import RolloutWorker, serve
+    from staleflow.workers.rollout import Requests, RolloutWorker, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
-    engine = TorchEngine(setup.model, engine_options(config), version=-1)
-    drawing = sampling(config, stop_tokens(Path(setup.model)))
-    worker = RolloutWorker(engine, LazyWeights(setup), drawing, config.seed)
+    requests = Requests(config.sampling(stop_tokens(Path(setup.model))), config.seed)
+    worker = RolloutWorker(setup.name, _engine(setup, config), LazyWeights(setup), requests, setup.incarnation)
     link.send(Ready(-1))
     return lambda: serve(worker, link)
 
 
+def _engine(setup: Setup, config: Config) -> Engine:
+    make = ENGINES.load(config.rollout.engine)
+    return make(setup.model, config.engine_options(), **config.rollout.engine_arguments)
+
+
 def _trainer(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
+    from staleflow.servers.weights import standby_of
     from staleflow.training.build import build
     from staleflow.training.checkpoints import load as load_checkpoint
     from staleflow.training.standby import Standby
@@ -70,9 +70,9 @@ def _trainer(setup: Setup, link: Link) -> Any:
     from staleflow.workers.trainer import TrainerWorker, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
-    trainer = build(setup.model, trainer_options(config), config.training.device)
+    trainer = build(setup.model, config.trainer_options())
     weights = _store(setup, setup.store, config.rollout.dtype)
-    kept = Standby(_store(setup, f"{setup.store}-standby"), registry(setup)) if config.processes.standby else None
+    kept = Standby(_store(setup, standby_of(setup.store)), Path(setup.run)) if config.processes.standby else None
     stores = [weights] if kept is None else [weights, kept]
     worker = TrainerWorker(trainer, weights, link.send, Path(setup.model), kept)
     if not worker.revive() and setup.checkpoint:
@@ -97,36 +97,36 @@ def _trainer(setup: Setup, link: Link) -> Any:
 
 
 def _store(setup: Setup, name: str, dtype: str = "float32") -> LocalParameterServer:
-    """That of the trainer before this one, or a new one. One left by an earlier life of the run is not continued: it
-    may be ahead of the checkpoint that this life began with."""
+    """That of the trainer before this one, or a new one. One left by an earlier attempt of the run is not resumed
+    from: it may be ahead of the checkpoint that this attempt began with."""
     import torch
 
     from staleflow.servers.weights import LocalParameterServer, NoStoreError
 
     if setup.standby:
         with contextlib.suppress(NoStoreError):  # it died before it made one
-            return LocalParameterServer.take_over(name, registry=registry(setup))
+            return LocalParameterServer.take_over(name)
     cast = torch.bfloat16 if dtype == "bfloat16" else None  # in full precision an engine reads what is trained
-    return LocalParameterServer.create(name, registry=registry(setup), dtype=cast)
+    return LocalParameterServer.create(name, dtype=cast)
 
 
 def _evaluator(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
+    from staleflow.reward.environment import see_only
     from staleflow.reward.function import load_reward
-    from staleflow.rollout.builtin import TorchEngine
     from staleflow.tasks.opening import open_task
     from staleflow.workers.evaluator import Evaluator, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
-    task = open_task(config, Path(setup.model))
-    engine = TorchEngine(setup.model, engine_options(config), version=-1)
+    task = open_task(config.data, Path(setup.model), config.seed, config.evaluation.problems)
+    engine = _engine(setup, config)
+    see_only(config.reward.environment)
     evaluator = Evaluator(
         engine,
-        engine.model.parameters,
         LazyWeights(setup),
         task.held_out,
-        sampling(config, task.stop_tokens, config.evaluation.temperature),
-        load_reward(config.reward.function, config.reward.timeout_s),
+        config.evaluated(task.stop_tokens),
+        load_reward(config.reward),
         task.decode,
     )
     link.send(Ready(-1))

@@ -1,41 +1,62 @@
-"""A rollout instance: an engine, and what it has been told and has not told yet.
+"""A rollout instance: an engine, the order of its commands, and what it has not told yet.
 
-``RolloutWorker`` knows nothing of sockets, clocks or processes; ``serve`` lets it work between two looks at its link::
+``RolloutWorker`` knows nothing of sockets, clocks or processes. A host lets it work: ``serve`` between two looks at a
+link, the simulator's host when its modelled engine has something to do. Both run what is here::
 
-    worker = RolloutWorker(engine, weights, sampling, seed=0)
-    worker.obey(Submit((1, 0, 1), [job]))
+    worker = RolloutWorker("i0", engine, weights, Requests(sampling, seed=0))
+    worker.hear(Submit(Fence(1, 0, 1), [work]))
     worker.step()
-    news = worker.news(everything=False)      # None if there is nothing to tell
+    report = worker.report()                  # None if there is nothing to tell
 
-What is told is kept short: finished trajectories a moment later, together with the next ones; tokens of the others
-every two seconds. Before the weights change, those that have begun and were never told of are: the control plane must
-not take a group for untouched that has tokens of an older version.
+*Commands* to this incarnation are applied in order and without gaps: early ones wait, repeated and late ones are
+dropped, and so are those of an earlier term of the control plane once a later one was heard. A ``Pull`` stops that
+order until the host has called ``pull``.
+
+*The engine* keeps tokens and versions; here is only how much of each trajectory has been told. What has finished is
+told a moment later, together with the next ones; tokens of the others every two seconds. With the news of a pull come
+those trajectories that have begun and were never told: the control plane must not take a group for untouched that has
+tokens of an older version.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from staleflow.rollout.engine import Engine, Failed, Request, Result, Sampling, WeightSource
-from staleflow.servers.payloads import LOGPROB, TOKEN
+from staleflow.rollout.engine import Engine, Request, Result, Sampling, StepOutput, WeightSource
 from staleflow.tasks.task import digest
-from staleflow.types import Abort, Interrupt, Job, Load, News, Ordered, Pull, Spans, Stop, Submit, Told
+from staleflow.types import (
+    LOGPROB,
+    TOKEN,
+    Abort,
+    Chunk,
+    Command,
+    Costs,
+    Failed,
+    Fence,
+    Interrupt,
+    Pull,
+    Report,
+    Spans,
+    Stop,
+    Submit,
+    TrajectoryNews,
+    Work,
+    token_count,
+)
 from staleflow.workers.link import Gone, Link
-from staleflow.workers.meter import StepMeter
+from staleflow.workers.meter import Meter
 
 TOGETHER_S = 0.03
-"""Trajectories that finish within this time are told of together."""
+"""Trajectories that finish within this time are told together."""
 STREAM_S = 2.0
-"""How often the tokens of unfinished trajectories are told."""
-BLOCK = 16
-"""Prompt tokens that are shared or not as one."""
+"""How often the tokens of unfinished trajectories are told: what a crash loses is younger."""
 IDLE_S = 5.0
 """An instance without work says that it is alive this often."""
+NO_COSTS = Costs()
 
 
 @dataclass(slots=True)
@@ -43,231 +64,165 @@ class _Held:
     """A trajectory in the engine."""
 
     epoch: int
-    prompt: int
-    """Its tokens."""
-    group: str
     told: int
     """Tokens that the control plane knows."""
-    tokens: list[int]
-    """Those it does not know."""
-    logprobs: list[float]
-    spans: list[tuple[int, int]]
-
-    def grow(self, tokens: list[int], logprobs: list[float], version: int) -> None:
-        self.tokens += tokens
-        self.logprobs += logprobs
-        if self.spans and self.spans[-1][0] == version:
-            self.spans[-1] = (version, self.spans[-1][1] + len(tokens))
-        else:
-            self.spans.append((version, len(tokens)))
-
-    def tell(self, name: str) -> Told:
-        """Everything that has not been told."""
-        told = _told(name, self.epoch, tuple(self.spans), self.told, self.tokens, self.logprobs)
-        self.told += len(self.tokens)
-        self.tokens, self.logprobs = [], []
-        return told
-
-
-@dataclass(slots=True)
-class _Untold:
-    finished: list[Told] = field(default_factory=list[Told])
-    returned: list[Told] = field(default_factory=list[Told])
-    failed: list[tuple[str, int, str]] = field(default_factory=list[tuple[str, int, str]])
-    progress: dict[str, Told] = field(default_factory=dict[str, Told])
-    """By trajectory: a message says one thing of each."""
-    pulled: int | None = None
-
-    @property
-    def any(self) -> bool:
-        return bool(self.finished or self.returned or self.failed or self.progress) or self.pulled is not None
 
 
 class RolloutWorker:
-    def __init__(self, engine: Engine, weights: WeightSource, sampling: Sampling, seed: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        weights: WeightSource,
+        request_of: Callable[[Work], Request],
+        incarnation: int = 0,
+    ) -> None:
+        self.name = name
         self.engine = engine
-        self.weights = weights
-        self._sampling = sampling
-        self._seed = seed
+        self.applied = Fence(0, incarnation, 0)
+        """The latest command."""
+        self.pulling: int | None = None
+        """The version that the host is to let it pull now: no later command is applied before."""
+        self._weights = weights
+        self._request_of = request_of
+        self._early: dict[Fence, Command] = {}
         self._held: dict[str, _Held] = {}
-        self._untold = _Untold()
-        self._applied = (0, 0, 0)
-        self._generated = 0
-        self._busy_s = 0.0
-        self._meter = StepMeter()
-        self._ended: list[tuple[int, float]] = []
-        """How many trajectories finished when, of those that are not told."""
+        self._finished: list[TrajectoryNews] = []
+        self._returned: list[TrajectoryNews] = []
+        self._failed: list[Failed] = []
+        self._pulled: int | None = None
 
     @property
     def urgent(self) -> bool:
         """Whether there is something that somebody waits for."""
-        return self._untold.any
+        return bool(self._finished or self._returned or self._failed) or self._pulled is not None
 
-    def obey(self, command: Ordered) -> None:
-        """Commands of an earlier life of the control plane come too late."""
-        if command.fence[0] < self._applied[0]:
+    def held(self) -> list[tuple[str, int]]:
+        """The trajectories (name, epoch) that are here."""
+        return [(name, held.epoch) for name, held in self._held.items()]
+
+    # Commands
+
+    def hear(self, command: Command) -> None:
+        """Messages may come late, twice or in another order: keep the command until it is its turn."""
+        fence, applied = command.fence, self.applied
+        if fence.incarnation != applied.incarnation or fence <= applied:
             return
-        self._applied = command.fence
-        match command:
-            case Submit(jobs=jobs):
-                self._submit(jobs)
-            case Interrupt(names=names):
-                self.engine.interrupt([name for name, epoch in names if self._holds(name, epoch)])
-            case Abort(names=names):
-                self._abort([name for name, epoch in names if self._holds(name, epoch)])
-            case Pull(version=version):
-                self._pull(version)
+        if fence.term > applied.term:
+            self.applied = Fence(fence.term, applied.incarnation, 0)
+            self._early = {each: early for each, early in self._early.items() if each.term >= fence.term}
+        self._early[fence] = command
+        self._obey()
 
-    def step(self) -> None:
-        """One step of the engine."""
-        began, cpu_began = time.perf_counter(), time.thread_time()
-        output = self.engine.step()
-        held = self._held
-        for name, _, tokens, logprobs in output.progress:
-            held[name].grow(tokens, logprobs, output.version)
-            self._generated += len(tokens)
-        self._untold.finished += self._left(output.finished)
-        self._untold.returned += self._left(output.returned)
-        for failed in output.failed:
-            self._fail(failed)
-        now = time.perf_counter()
-        if output.finished:
-            self._ended.append((len(output.finished), now))
-        self._busy_s += now - began
-        self._meter.step(self.engine.snapshot(), len(output.progress), now - began, time.thread_time() - cpu_began)
+    def pull(self) -> None:
+        """Load the version that was asked for, or a newer one, and go on with the commands behind it."""
+        assert self.pulling is not None
+        self._pulled = self.engine.pull(self._weights, self.pulling)
+        self.pulling = None
+        self._obey()
 
-    def news(self, everything: bool) -> News | None:
-        """What to tell: what somebody waits for, and if ``everything``, the tokens of those that go on."""
-        if everything:
-            self._tell(name for name, held in self._held.items() if held.tokens)
-        elif not self._untold.any:
-            return None
-        untold, self._untold = self._untold, _Untold()
-        now = time.perf_counter()
-        for count, ended in self._ended:
-            self._meter.told(count, now - ended)
-        self._ended = []
-        progress, costs = list(untold.progress.values()), self._meter.drain()
-        return News(self._load(), untold.finished, untold.returned, progress, untold.failed, untold.pulled, costs)
+    def _obey(self) -> None:
+        term, incarnation, number = self.applied
+        while self.pulling is None and (command := self._early.pop(Fence(term, incarnation, number + 1), None)):
+            number += 1
+            self.applied = command.fence
+            match command:
+                case Submit(work=work):
+                    self._submit(work)
+                case Interrupt(names=names):
+                    self.engine.interrupt([name for name, epoch in names if self._holds(name, epoch)])
+                case Abort(names=names):
+                    self._abort([name for name, epoch in names if self._holds(name, epoch)])
+                case Pull(version=version):
+                    self.pulling = version
 
-    def _submit(self, jobs: list[Job]) -> None:
-        self._abort([job.trajectory for job in jobs if job.trajectory in self._held])
-        requests: list[Request] = []
-        submitted: list[_Held] = []
-        for job in jobs:
-            tokens, logprobs = np.frombuffer(job.tokens, TOKEN).tolist(), np.frombuffer(job.logprobs, LOGPROB).tolist()
-            prompt = np.frombuffer(job.prompt, TOKEN).tolist()
-            held = self._held[job.trajectory] = _Held(
-                job.epoch, len(prompt), job.group, len(tokens), [], [], list(job.spans)
-            )
-            submitted.append(held)
-            requests.append(
-                Request(
-                    job.trajectory,
-                    job.epoch,
-                    prompt,
-                    tokens,
-                    logprobs,
-                    job.spans,
-                    job.group,
-                    replace(self._sampling, seed=draw_seed(self._seed, job.trajectory)),
-                )
-            )
-        self.engine.submit(requests)
-        self._meter.owe(prefill(submitted))
-
-    def _holds(self, name: str, epoch: int) -> bool:
-        return name in self._held and self._held[name].epoch == epoch
+    def _submit(self, work: list[Work]) -> None:
+        self._abort([each.trajectory for each in work if each.trajectory in self._held])
+        for each in work:
+            self._held[each.trajectory] = _Held(each.epoch, token_count(each.spans))
+        self.engine.submit([self._request_of(each) for each in work])
 
     def _abort(self, names: list[str]) -> None:
         self.engine.abort(names)
         for name in names:
             del self._held[name]
 
-    def _pull(self, version: int) -> None:
-        """Which trajectories have tokens of the old version is told together with the news of the new one."""
-        self._tell(name for name, held in self._held.items() if held.tokens and not held.told)
-        began, before = time.perf_counter(), self.engine.snapshot().version
-        self._untold.pulled = self.engine.pull(self.weights, version)
-        self._meter.pulled(time.perf_counter() - began)
-        if self._untold.pulled != before:  # what has begun is prefilled again
-            self._meter.owe(prefill(held for held in self._held.values() if held.told or held.tokens))
+    def _holds(self, name: str, epoch: int) -> bool:
+        return name in self._held and self._held[name].epoch == epoch
 
-    def _tell(self, names: Iterable[str]) -> None:
-        for name in names:
-            told = self._held[name].tell(name)
-            before = self._untold.progress.pop(name, None)
-            self._untold.progress[name] = _joined(before, told)
+    # Work, and what comes of it
 
-    def _left(self, results: list[Result]) -> list[Told]:
+    def step(self) -> StepOutput:
+        """One step of the engine."""
+        output = self.engine.step()
+        if output.finished:
+            self._finished += self._left(output.finished)
+        if output.returned:
+            self._returned += self._left(output.returned)
+        for failed in output.failed:
+            if self._holds(failed.name, failed.epoch):
+                del self._held[failed.name]
+                self._failed.append(failed)
+        return output
+
+    def report(self, everything: bool = False, costs: Costs = NO_COSTS) -> Report | None:
+        """What to tell: what somebody waits for, and if ``everything``, the tokens of those that are still here."""
+        if not (everything or self.urgent):
+            return None
+        pulled = self._pulled
+        progress: list[TrajectoryNews] = []
+        if everything or pulled is not None:
+            for name, held in self._held.items():
+                if (everything or not held.told) and (part := self.engine.peek(name, held.told)) is not None:
+                    progress.append(_news(name, held, *part))
+                    held.told = token_count(part.spans)
+        report = Report(
+            self.name,
+            self.applied.incarnation,
+            self.applied,
+            self.engine.snapshot(),
+            self._finished,
+            self._returned,
+            progress,
+            self._failed,
+            pulled,
+            costs,
+        )
+        self._finished, self._returned, self._failed, self._pulled = [], [], [], None
+        return report
+
+    def _left(self, results: list[Result]) -> list[TrajectoryNews]:
         """Those that have left the engine, but for what was interrupted first and then dropped before it had left."""
-        told: list[Told] = []
+        news: list[TrajectoryNews] = []
         for name, epoch, _, tokens, logprobs, spans, _ in results:
             if self._holds(name, epoch):
-                known = self._held.pop(name).told
-                rest = _told(name, epoch, spans, known, tokens[known:], logprobs[known:])
-                told.append(_joined(self._untold.progress.pop(name, None), rest))
-        return told
+                held = self._held.pop(name)
+                news.append(_news(name, held, spans, tokens[held.told :], logprobs[held.told :]))
+        return news
 
-    def _fail(self, failed: Failed) -> None:
-        if self._holds(failed.name, failed.epoch):
-            del self._held[failed.name]
-            self._untold.failed.append((failed.name, failed.epoch, failed.message))
 
-    def _load(self) -> Load:
-        now = self.engine.snapshot()
-        return Load(
-            self._applied,
-            now.version,
-            now.running,
-            now.waiting,
-            now.context,
-            now.kv_free,
-            now.kv_total,
-            now.max_running,
-            now.step,
-            self._generated,
-            self._busy_s,
+def _news(name: str, held: _Held, spans: Spans, tokens: list[int], logprobs: list[float]) -> TrajectoryNews:
+    return TrajectoryNews(name, held.epoch, spans, Chunk.of(held.told, tokens, logprobs) if tokens else None)
+
+
+class Requests:
+    """What an engine is asked for a trajectory: its tokens so far, and how to draw the next ones."""
+
+    def __init__(self, sampling: Sampling, seed: int) -> None:
+        self._sampling = sampling
+        self._seed = seed
+
+    def __call__(self, work: Work) -> Request:
+        return Request(
+            work.trajectory,
+            work.epoch,
+            np.frombuffer(work.prompt, TOKEN).tolist(),
+            np.frombuffer(work.tokens, TOKEN).tolist(),
+            np.frombuffer(work.logprobs, LOGPROB).tolist(),
+            work.spans,
+            work.group,
+            replace(self._sampling, seed=draw_seed(self._seed, work.trajectory)),
         )
-
-
-def serve(worker: RolloutWorker, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
-    """Work until told to stop, or until the control plane is gone."""
-    told_at = streamed_at = clock()
-    if (news := worker.news(everything=True)) is not None:
-        link.send(news)  # how much room there is
-    while True:
-        now = clock()
-        streaming = now - streamed_at >= (STREAM_S if worker.engine.busy else IDLE_S)
-        if streaming or (worker.urgent and now - told_at >= TOGETHER_S):
-            if (news := worker.news(streaming)) is not None:
-                link.send(news)
-            told_at = now
-            streamed_at = now if streaming else streamed_at
-        if worker.engine.busy:
-            wait = 0.0
-        elif worker.urgent:
-            wait = TOGETHER_S
-        else:
-            wait = IDLE_S
-        try:
-            for message in link.receive(wait):
-                if isinstance(message, Stop):
-                    return
-                worker.obey(message)
-        except Gone:
-            return
-        if worker.engine.busy:
-            worker.step()
-
-
-def prefill(trajectories: Iterable[_Held]) -> int:
-    """Tokens that are computed before these can go on: whole blocks of a prompt once for its group."""
-    tokens, seen = 0, set[str]()
-    for each in trajectories:
-        tokens += each.told + len(each.tokens) + (each.prompt % BLOCK if each.group in seen else each.prompt)
-        seen.add(each.group)
-    return tokens
 
 
 def draw_seed(seed: int, trajectory: str) -> int:
@@ -275,20 +230,26 @@ def draw_seed(seed: int, trajectory: str) -> int:
     return digest("draw", seed, trajectory) >> 1
 
 
-def _joined(before: Told | None, told: Told) -> Told:
-    """What has not been sent yet and what has come since, as one."""
-    if before is None or before.epoch != told.epoch:
-        return told
-    return Told(
-        told.trajectory,
-        told.epoch,
-        told.spans,
-        before.start,
-        before.tokens + told.tokens,
-        before.logprobs + told.logprobs,
-    )
-
-
-def _told(name: str, epoch: int, spans: Spans, start: int, tokens: list[int], logprobs: list[float]) -> Told:
-    ids: Any = np.array(tokens, TOKEN)
-    return Told(name, epoch, spans, start, ids.tobytes(), np.array(logprobs, LOGPROB).tobytes())
+def serve(worker: RolloutWorker, link: Link, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Work until told to stop, or until the control plane is gone."""
+    engine, meter = worker.engine, Meter(worker, clock)
+    told_at = streamed_at = clock()
+    everything = True  # how much room there is
+    try:
+        while True:
+            if everything or (worker.urgent and clock() - told_at >= TOGETHER_S):
+                link.send(meter.report(everything))
+                told_at = clock()
+                streamed_at = told_at if everything else streamed_at
+            wait = 0.0 if engine.busy else TOGETHER_S if worker.urgent else IDLE_S
+            for message in link.receive(wait):
+                if isinstance(message, Stop):
+                    return
+                worker.hear(message)
+                while worker.pulling is not None:
+                    meter.pull()
+            if engine.busy:
+                meter.step()
+            everything = clock() - streamed_at >= (STREAM_S if engine.busy else IDLE_S)
+    except Gone:
+        return

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from staleflow.servers.payloads import LOGPROB, TOKEN, Row
 from staleflow.servers.weights import ParameterServer
 from staleflow.training.checkpoints import save
 from staleflow.training.standby import Standby
@@ -30,11 +28,11 @@ from staleflow.types import (
     Finish,
     Pushed,
     Reset,
+    Row,
     Save,
     Saved,
     Stop,
     Trained,
-    TrainGroup,
 )
 from staleflow.workers.link import Gone, Link
 
@@ -55,7 +53,7 @@ class TrainerWorker:
         self.trainer = trainer
         self._began = time.perf_counter()
         """When the present step did."""
-        self._fed: list[list[TrainGroup]] = []
+        self._fed: list[list[list[Row]]] = []
         """What the present step was fed, in the pieces that it was computed in."""
         self._weights = weights
         self._send = send
@@ -77,14 +75,14 @@ class TrainerWorker:
             return False
         version = self._standby.revive(self.trainer)
         for step in range(version, self._weights.newest()):
-            for groups in self._standby.noted(step, list[list[TrainGroup]]):
-                self.trainer.feed(step, [rows(group) for group in groups])
+            for groups in self._standby.noted(step, list[list[list[Row]]]):
+                self.trainer.feed(step, groups)
             self.trainer.finish(step)
         return True
 
     def handle(self, messages: Iterable[Any]) -> bool:
         """Do what they say, in order. False once one of them says to stop."""
-        groups: list[TrainGroup] = []
+        groups: list[list[Row]] = []
         step = -1
         for message in messages:
             if isinstance(message, Feed):
@@ -106,10 +104,10 @@ class TrainerWorker:
         self._feed(step, groups)
         return True
 
-    def _feed(self, step: int, groups: list[TrainGroup]) -> None:
+    def _feed(self, step: int, groups: list[list[Row]]) -> None:
         if groups:
             self._fed.append(groups)
-            self.trainer.feed(step, [rows(group) for group in groups])
+            self.trainer.feed(step, groups)
 
     def _finish(self, step: int) -> None:
         asked = time.perf_counter()
@@ -140,9 +138,15 @@ class TrainerWorker:
         self._weights.push(self.trainer.version, self.trainer.weights())
 
     def _save(self, folder: Path, also: Mapping[str, bytes]) -> None:
-        if not folder.exists():
-            save(self.trainer, folder, tokenizer=self._tokenizer, also=also)
+        """Asked again, by a control plane that did not hear the answer, there is nothing to do. What another attempt at
+        the run left under the same name is replaced."""
+        if not folder.is_dir() or any(content != _content(folder / name) for name, content in also.items()):
+            save(self.trainer, folder, tokenizer=self._tokenizer, also=also, replace=True)
         self._send(Saved(str(folder), self.trainer.version))
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def serve(worker: TrainerWorker, link: Link) -> None:
@@ -155,21 +159,6 @@ def serve(worker: TrainerWorker, link: Link) -> None:
     except (StalenessError, FloatingPointError) as error:
         link.send(Broken(str(error)))
         raise
-
-
-def rows(group: TrainGroup) -> list[Row]:
-    prompt = np.frombuffer(group.prompt, TOKEN)
-    return [
-        Row(
-            row.name,
-            prompt,
-            np.frombuffer(row.tokens, TOKEN),
-            np.frombuffer(row.logprobs, LOGPROB),
-            row.spans,
-            row.reward,
-        )
-        for row in group.rows
-    ]
 
 
 def facts(report: StepReport) -> dict[str, float]:

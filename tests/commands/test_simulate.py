@@ -12,9 +12,10 @@ import pytest
 from staleflow.cli import main
 from staleflow.runtime.control import StalledError
 from staleflow.simulate.cluster import Cluster
-from staleflow.simulate.presets import preset
+from staleflow.simulate.setting import preset
 from staleflow.study.result import busy_seconds, distance
 from staleflow.study.timeline import LANES, SAMPLES, Timeline, draw
+from tests.refusals import refused_command
 
 SMALL = ("--instances", "8", "--groups", "8", "--group-size", "4", "--steps", "4")
 
@@ -62,7 +63,7 @@ def test_the_numbers_of_the_row_agree_with_each_other(capsys: pytest.CaptureFixt
 
 
 def test_equal_seeds_give_equal_rows_and_other_seeds_other_hashes(capsys: pytest.CaptureFixture[str]) -> None:
-    first, again, other = (simulate(capsys, "--seed", seed) for seed in ("1", "1", "-2"))
+    first, again, other = (simulate(capsys, "--seed", seed) for seed in ("1", "1", "2"))
     for row in (first, again):
         del row["wall_s_per_step"]
     assert first == again
@@ -85,8 +86,8 @@ def test_the_last_unfinished_segment_counts_as_busy() -> None:
     cluster.run()
     now = cluster.loop.time()
     for rollout in cluster.rollouts:
-        counted = busy_seconds(rollout.engine, now)
-        engine = copy.deepcopy(rollout.engine)
+        counted = busy_seconds(rollout.engine.instance, now)
+        engine = copy.deepcopy(rollout.engine.instance)
         engine.crash(now)  # counts what is under way, to the second
         assert counted == pytest.approx(engine.busy_seconds, abs=0.2)
 
@@ -101,7 +102,7 @@ def test_an_override_changes_the_run(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_overrides_and_options_may_be_mixed_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
-    row = simulate(capsys, "training_gpus=16", "--staleness", "1", "mu=0.3", "prompts=none", "filter_uniform=no")
+    row = simulate(capsys, "training_gpus=16", "--staleness", "1", "mu=0.3", "prompts=null", "filter=none")
     assert (row["training_gpus"], row["staleness"]) == (16, 1)
 
 
@@ -135,11 +136,19 @@ def test_a_trace_is_trained_with_the_lengths_it_records(tmp_path: Path, capsys: 
     trace = tmp_path / "trace.csv"
     rows = [f"{100 + group},{10 * (group + 1) + member},g{group}" for group in range(5) for member in range(4)]
     trace.write_text("\n".join(["prompt_tokens,output_tokens,group", *rows]) + "\n")
-    row = simulate(capsys, "--trace", str(trace), "kv_tokens=1024")
+    row = simulate(capsys, "--trace", str(trace), "kv_tokens=1024", "max_tokens=200")
     lengths = [10 * (prompt % 5 + 1) + member for prompt in range(8 * 4) for member in range(4)]
     assert row["trained_tokens"] == sum(lengths)
     assert row["length_shift"] == 0
     assert (row["lost_groups"], row["repeated_groups"]) == (0, 0)
+
+
+def test_a_cap_that_cuts_recorded_lengths_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("prompt_tokens,output_tokens\n10,20\n10,20\n10,20\n10,90\n")
+    row = simulate(capsys, "--trace", str(trace), "max_tokens=50")
+    assert row["trained_tokens"] == 8 * 4 * (3 * 20 + 50)
+    assert row["notes"][0].startswith("rollout.max_tokens=50 cuts off 25.0% of the recorded responses")
 
 
 @pytest.mark.parametrize(
@@ -150,8 +159,8 @@ def test_a_trace_is_trained_with_the_lengths_it_records(tmp_path: Path, capsys: 
         ("prompt_tokens,output_tokens\n10,20\n10,\n", "line 3: output_tokens is missing"),
         ("prompt_tokens\n10\n", "no column output_tokens"),
         ("", "the file is empty"),
-        ("prompt_tokens,output_tokens\n10,300000\n", "kv_tokens=289000 cannot hold the longest trajectory of 300010"),
-        ("prompt_tokens,output_tokens\n300000,10\n", "give kv_tokens=300272 or more"),
+        ("prompt_tokens,output_tokens\n300000,10\n", "kv_tokens=289000 cannot hold the longest trajectory of 300010"),
+        ("prompt_tokens,output_tokens\n300000,10\n", "give 300272 or more"),
     ],
 )
 def test_a_trace_that_cannot_be_is_refused(
@@ -166,56 +175,49 @@ def test_a_trace_that_cannot_be_is_refused(
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line under which a run is refused."""
-    try:
-        code = main(["simulate", *SMALL, *arguments])
-    except SystemExit as stop:
-        code = stop.code
-    printed = capsys.readouterr()
-    assert code == 2
-    assert printed.out == ""
-    assert printed.err.startswith("staleflow: error: ")
-    assert printed.err.count("\n") == 1
-    assert printed.err.endswith("\n")
-    return printed.err
+    return refused_command(capsys, "simulate", *SMALL, *arguments)
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("--preset nope", "preset 'nope' is unknown; choose one of paper-14b"),
+        ("--preset nope", "preset nope is unknown: choose one of laptop"),
         ("--policy nope", "policy 'nope' is unknown; choose from staleflow, synchronous, one_step"),
-        ("policy=nope", "policy 'nope' is unknown; choose from staleflow, synchronous, one_step"),
-        ("routing=nope", "routing=nope is unknown; choose one of waterfall"),
-        ("consum=batch", "'consum' is not a setting; did you mean consume"),
-        ("qqqq=1", "'qqqq' is not a setting; known are adapt, "),
-        ("name=mine", "'name' is not a setting"),
-        ("batch", "write key=value"),
-        ("mu=high", "mu=high cannot be read; give a number"),
-        ("mu=nan", "mu=nan cannot be read"),
-        ("mu=3", "give a number from 0 to 1"),
-        ("kv_tokens=1.5", "kv_tokens=1.5 cannot be read; give a whole number"),
-        ("kv_tokens=99999999999999999999", "give a whole number up to"),
-        ("filter_uniform=maybe", "give true or false"),
-        ("mu=0.1 mu=0.2", "mu is given twice"),
-        ("instances=4", "give --instances or instances=, not both"),
+        ("policy=nope", "policy is now the option --policy of simulate"),
+        ("routing=nope", "strategies.routing=nope: write one of waterfall"),
+        ("consum=batch", "consum is unknown: write strategies.consume"),
+        ("qqqq=1", "qqqq is unknown: choose one of model, seed, "),
+        ("name=mine", "name is unknown"),
+        ("batch", "preset batch is unknown: choose one of laptop"),
+        ("mu=high", "strategies.mu=high: write a number"),
+        ("mu=.nan", "strategies.mu=nan is not finite: give a number"),
+        ("mu=3", "strategies.mu=3.0 is too high: give at most 1"),
+        ("kv_tokens=1.5", "rollout.kv_tokens=1.5: write a whole number"),
+        ("kv_tokens=99999999999999999999", "rollout.kv_tokens=99999999999999999999"),
+        ("filter_uniform=maybe", "filter_uniform is now filter: write filter=no-signal"),
+        ("mu=0.1 mu=0.2", "strategies.mu is given twice: give it once"),
+        ("instances=4", "give --instances or rollout.instances=, not both"),
         ("--unknown 3", "unrecognized arguments: --unknown"),
         ("--seed one", "invalid int value: 'one'"),
-        ("--steps 0", "steps=0 is impossible; give 1 or more"),
-        ("--instances 0", "instances=0 is impossible"),
-        ("training_gpus=0", "training_gpus=0 is impossible"),
-        ("gpus_per_instance=0", "gpus_per_instance=0 is impossible"),
-        ("chunk=0", "chunk=0 is impossible"),
-        ("--staleness -1", "staleness=-1 is impossible; give 0 or more"),
-        ("redundancy=8", "redundancy=8 starts and drops a whole step of groups=8"),
-        ("extra_members=4", "extra_members=4 drops at least as much as group_size=4 keeps; give at most 3"),
-        ("kv_tokens=100", "kv_tokens=100 cannot hold the longest trajectory of 20512 tokens"),
-        ("headroom=1000000", "headroom=1000000; give kv_tokens="),
-        ("max_tokens=0", "max_tokens is 0"),
-        ("prompts=31", "prompts=31 are too few"),
-        ("reward_success=2", "give a share from 0 to 1"),
-        ("filter_uniform=true reward_success=1", "filter_uniform drops every group"),
-        ("--faults -1", "--faults -1 is impossible; give 0 or more"),
+        ("--steps 0", "steps=0 is too low: give 1 or more"),
+        ("--instances 0", "rollout.instances=0 is too low"),
+        ("training_gpus=0", "cluster.training_gpus=0 is too low: give 1 or more"),
+        ("gpus_per_instance=0", "cluster.gpus_per_instance=0 is too low"),
+        ("chunk=0", "chunk is now rollout.prefill_tokens"),
+        ("prefill_tokens=0", "rollout.prefill_tokens=0 is too low"),
+        ("--staleness -1", "staleness=-1 is too low: give 0 or more"),
+        ("redundancy=8", "redundancy=8 drops a whole step for each that is trained: give at most 7"),
+        ("extra_members=4", "extra_members=4 drops as much as group_size=4 keeps: give at most 3"),
+        (
+            "kv_tokens=100",
+            "rollout.kv_tokens=100 cannot hold a prompt of 512 tokens, a response of",
+        ),
+        ("headroom=1000000", "strategies.headroom=1000000: give "),
+        ("max_tokens=0", "rollout.max_tokens=0 is too low"),
+        ("prompts=31", "cluster.prompts=31 are too few"),
+        ("reward_success=2", "cluster.reward_success=2.0 is too high: give at most 1"),
+        ("filter=no-signal reward_success=1", "filter=no-signal drops every group"),
+        ("--faults -1", "--faults -1 is impossible: give 0 or more"),
         ("--trace nowhere.csv", "nowhere.csv"),
         ("--picture out.png", "give a name that ends in .svg"),
         ("--picture missing/out.svg", "give a file in a folder that exists"),

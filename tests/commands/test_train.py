@@ -10,17 +10,14 @@ from staleflow.commands.train import told
 from staleflow.config import load, to_yaml
 from staleflow.run.directory import RunDirectory
 from staleflow.run.state import STATE
-from staleflow.tasks.base_model import Shape, new_model, tokenizer
+from tests.refusals import refused_command
+from tests.tiny_models import save_tiny
 
 
 def refused(capsys: pytest.CaptureFixture[str], runs: Path, *words: str) -> str:
-    assert main(["train", f"runs={runs}", *words]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("staleflow: error: ")
-    assert said.err.count("\n") == 1
+    said = refused_command(capsys, "train", f"runs={runs}", *words)
     assert not runs.exists() or not list(runs.iterdir()), "nothing is half-written"
-    return said.err
+    return said
 
 
 @pytest.mark.parametrize(
@@ -52,8 +49,7 @@ def test_bad_input_is_refused_before_anything_heavy_is_loaded(
 def test_a_dataset_without_the_named_column(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"question": "1 + 1", "answer": "2"}) + "\n")
-    new_model(Shape(hidden=16, intermediate=16, layers=1, heads=2, positions=2048), seed=0).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path, positions=2048)
     capsys.readouterr()  # what saving the model printed
     words = [f"model={tmp_path}", f"data.source={data}", "data.prompt=prompt", "reward.function=last-number"]
     said = refused(capsys, tmp_path / "runs", *words)
@@ -88,7 +84,7 @@ def test_a_resume_without_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_p
     run = existing_run(tmp_path)
     (run / "checkpoints" / "step-000003" / STATE).unlink()
     assert main(["train", "--resume", str(run)]) == 2
-    assert "has no checkpoint to go on from" in capsys.readouterr().err
+    assert "has no whole checkpoint to resume from" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_plan_and_trains_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

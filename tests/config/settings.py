@@ -55,7 +55,8 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
 @st.composite
 def some_settings(draw: st.DrawFn) -> dict[str, Any]:
     names = draw(st.lists(st.sampled_from(sorted(SETTINGS)), unique=True, max_size=8))
-    return {name: draw(SETTINGS[name]) for name in names}
+    given = {name: draw(SETTINGS[name]) for name in names}
+    return given | ({"data.source": "puzzles:make"} if "data.arguments" in given else {})
 
 
 def as_override(name: str, value: Any) -> str:

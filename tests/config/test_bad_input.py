@@ -1,6 +1,7 @@
 """Whatever is wrong with the settings themselves: one line, with what to write instead."""
 
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.config import ConfigError, load
+from staleflow.config.text import render
+from tests import refusals
 
 
 def refused(overrides: list[str], source: str | None = None) -> str:
-    with pytest.raises(ConfigError) as error:
-        load(source, overrides)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return refusals.refused(load, source, overrides)
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,14 @@ def refused(overrides: list[str], source: str | None = None) -> str:
     [
         ("stalenes=1", "stalenes is unknown: write staleness"),
         ("rolout.instances=3", "rolout.instances is unknown: write rollout.instances"),
-        ("instances=3", "instances is unknown: write rollout.instances"),
+        ("instnces=3", "instnces is unknown: write rollout.instances"),
+        ("temperature=1", "temperature may be rollout.temperature or evaluation.temperature: write one of them"),
+        ("chunk=1", "chunk is now rollout.prefill_tokens"),
         ("training.lr=3", "training.lr is unknown: "),
         ("staleness.x=1", "staleness.x is unknown: "),
         ("rollout.instances.x=1", "rollout.instances.x is unknown: rollout.instances is a whole number"),
-        ("staleness", "staleness is no setting: write key=value"),
-        ("=1", "=1 is no setting: write key=value"),
+        ("staleness", "staleness is not a setting: write key=value"),
+        ("=1", "=1 is not a setting: write key=value"),
         ("rollout=3", "write rollout.NAME=value"),
         ("preset=laptop", "name the preset before"),
     ],
@@ -45,7 +47,14 @@ def test_unknown_names_propose_the_nearest(override: str, line: str) -> None:
         ("stop_at=high", "stop_at=high: write a number, or null"),
         ("data.chat=1", "data.chat=1: write true or false"),
         ("training.loss=sft", "training.loss=sft: write one of ppo, dapo, gspo, cispo"),
+        ("training.loss=dapoo", "training.loss=dapoo: write dapo"),
         ("strategies.routing=best", "strategies.routing=best: write one of waterfall,"),
+        ("training.schedule=never", "training.schedule=never: write one of constant, linear, cosine"),
+        ("filter=some", "filter=some: write one of none, no-signal, or module:function"),
+        ("rollout.engine=vllm", "rollout.engine=vllm: write one of builtin, or module:function"),
+        ("data.source=mystery", "data.source=mystery: write one of adder, a .jsonl file"),
+        ("reward.function=rouge", "reward.function=rouge: write one of adder, exact-match"),
+        ("reward.function=http://", "reward.function=http:// has no host"),
         ("rollout.stop_strings=a", "rollout.stop_strings=a: write a list of texts"),
         ("training.betas=[1, 2, 3]", "training.betas=[1, 2, 3]: write a list of 2 numbers"),
         ("data.arguments=3", "data.arguments=3: write names and values"),
@@ -69,9 +78,13 @@ def test_wrong_types_say_the_value_and_what_to_write(override: str, line: str) -
         ("training.eps_low=2", "training.eps_low=2.0 is too high: give at most 1"),
         ("rollout.top_p=1.5", "rollout.top_p=1.5 is too high: give at most 1"),
         ("steps=99999999999999999999", "steps=99999999999999999999"),
-        ("strategies.mu=3", "strategies.mu=3.0 is out of range"),
+        ("strategies.mu=3", "strategies.mu=3.0 is too high: give at most 1"),
         ("rollout.device=tpu", "rollout.device=tpu is unknown: give cpu, cuda or cuda:0"),
         ("data.held_out_count=0", "data.held_out_count=0 is too low"),
+        ("rollout.max_running=100000000000000", "is more than the tokens of rollout.kv_tokens: give at most"),
+        ("evaluation.problems=100000000000", "is too high: give at most 1000000"),
+        ("processes.threads=100000000", "is too high: give at most 1024"),
+        ("data.chat=true", "data.source=adder has no text to chat with"),
     ],
 )
 def test_a_bound_below_zero_and_other_values_out_of_range(override: str, line: str) -> None:
@@ -96,8 +109,15 @@ def test_a_bound_below_zero_and_other_values_out_of_range(override: str, line: s
         (["training.lora_rank=4", "training.lora_targets=[lm_head]"], "such as q_proj"),
         (["training.value_learning_rate=1e-3"], "training.advantage=gae"),
         (["training.advantage=reinforce++", "training.whiten_advantages=true"], "whitened already"),
-        (["training.dual_clip=1"], "give a ratio above 1"),
-        (["training.dual_clip=3", "training.loss=gspo"], "has no dual_clip"),
+        (["training.dual_clip=1"], "give a number above 1"),
+        (["training.dual_clip=3", "training.loss=gspo"], "has no dual_clip: leave it out, or give one of ppo, dapo"),
+        (["training.loss_arguments.x=3"], "training.loss_arguments are for module:function: leave them out"),
+        (["reward.arguments.x=3"], "reward.arguments are for module:function: leave them out"),
+        (["filter_arguments.x=3"], "filter_arguments are for module:function: leave them out"),
+        (["rollout.top_p=0.9"], "rollout.top_p=0.9 draws from fewer tokens than the trainer's log-probabilities"),
+        (["rollout.top_k=50"], "leave it at 0, or give evaluation.top_k"),
+        (["rollout.min_p=0.1"], "leave it at 0, or give evaluation.min_p"),
+        (["data.held_out=none.csv"], "give a .jsonl or .parquet file"),
         (["training.overlong_buffer=121"], "give at most 120"),
         (["training.updates_per_step=33"], "give at most 32"),
         (["training.sequence_band=[2, 3]"], "such as [0.5, 2]"),
@@ -123,6 +143,17 @@ def test_whole_batch_modes_may_be_streamed_to() -> None:
     assert load(None, ["training.updates_per_step=4", "strategies.consume=stream"]).training.updates_per_step == 4
 
 
+DEEP = "values are nested too deeply: write them flat"
+LEVELS = "abcdefghi"
+BOMB = "a: &a [x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in pairwise(LEVELS)
+)
+"""Nine levels of ten aliases: 200 million values in 400 bytes."""
+MERGES = "a: &a {k: 1}\n" + "".join(
+    f"{name}: &{name} {{<<: [{', '.join([f'*{before}'] * 10)}]}}\n" for before, name in pairwise(LEVELS)
+)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "line"),
     [
@@ -134,6 +165,17 @@ def test_whole_batch_modes_may_be_streamed_to() -> None:
         ("a.yaml", "1: 2\n", "1 is unknown"),
         ("a.yaml", "? [a]\n: 2\n", "cannot be read"),
         ("a.yaml", "data: {arguments: &a {b: *a}}\n", "contains itself"),
+        (
+            "a.yaml",
+            f"data: {{arguments: {'{a: ' * 5000}1{'}' * 5000}}}",
+            DEEP,
+        ),
+        ("a.yaml", f"data: {{arguments: {'[' * 5000}{']' * 5000}}}", DEEP),
+        ("a.toml", f"a = {'[' * 5000}{']' * 5000}", DEEP),
+        ("a.yaml", BOMB, "aliases stand for more than 100,000 values"),
+        ("a.yaml", f"data:\n  arguments: {{a: *i}}\n{BOMB}", "cannot be read"),
+        ("a.yaml", MERGES, "aliases stand for more than 100,000 values"),
+        ("a.yaml", f"seed: {'9' * 5000}", "cannot be read"),
         ("a.yaml", "data: {arguments: {1: 2}}\n", "write names and values"),
         ("a.yaml", "training: {betas: {a: 1}}\n", "write a list of 2 numbers"),
         ("a.toml", "a = \n", "cannot be read"),
@@ -171,3 +213,31 @@ def test_no_text_gets_a_traceback(key: str, value: str) -> None:
     for override in (f"{key}={value}", f"steps={value}", f"data.arguments={value}", f"rollout.{key}={value}", key):
         with suppress(ConfigError):
             load(None, [override])
+
+
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+NAMES = st.sampled_from(
+    ["staleness", "data", "rollout", "training", "reward", "strategies", "preset", "data.arguments"]
+)
+
+
+@given(st.binary(max_size=80) | st.text(max_size=80).map(str.encode), st.sampled_from([".yaml", ".toml"]))
+@settings(max_examples=100, deadline=None)
+def test_no_file_gets_a_traceback(tmp_path_factory: pytest.TempPathFactory, content: bytes, ending: str) -> None:
+    path = tmp_path_factory.getbasetemp() / f"any{ending}"
+    path.write_bytes(content)
+    with suppress(ConfigError):
+        load(str(path), [])
+
+
+@given(st.dictionaries(NAMES | st.text(max_size=5), TREES, max_size=3))
+@settings(max_examples=100, deadline=None)
+def test_no_tree_of_values_gets_a_traceback(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, object]) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(render(tree), encoding="utf-8")
+    with suppress(ConfigError):
+        load(str(path), [])

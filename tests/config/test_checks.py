@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from staleflow.config import ConfigError, Machine, check, load
+from staleflow.config.sizes import sizes_of
+from staleflow.config.trainable import _by_family
+from staleflow.model_json import FAMILIES
 from staleflow.rollout.shapes import SHAPES
+from tests import refusals
 
 ROOMY = Machine(cores=8, memory=64 * 2**30)
 
@@ -39,11 +45,7 @@ def settings(tmp_path: Path, model: Path, data: Path, *more: str) -> list[str]:
 
 
 def refused(overrides: Sequence[str], machine: Machine = ROOMY) -> str:
-    config = load("plain", overrides)
-    with pytest.raises(ConfigError) as error:
-        check(config, machine)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return refusals.refused(lambda: check(load("plain", overrides), machine))
 
 
 def test_a_run_that_can_start_is_not_refused(tmp_path: Path, model: Path, data: Path) -> None:
@@ -108,7 +110,7 @@ def test_a_dataset_that_is_missing(tmp_path: Path, model: Path) -> None:
         ("data.answer=right", "has no column 'right': give data.answer, one of question, answer"),
         ("data.held_out=none.jsonl", "data.held_out=none.jsonl: no such file"),
         ("data.held_out=none.csv", "give a .jsonl or .parquet file"),
-        ("data.arguments.x=1", "leave them out with a file"),
+        ("data.arguments.x=1", "data.arguments are for module:function: leave them out"),
     ],
 )
 def test_a_dataset_without_the_named_column(tmp_path: Path, model: Path, data: Path, override: str, line: str) -> None:
@@ -127,7 +129,7 @@ def test_a_dataset_whose_first_row_is_broken(tmp_path: Path, model: Path, data: 
 @pytest.mark.parametrize(
     ("source", "line"),
     [
-        ("mystery", "data.source=mystery is not known: give adder, a .jsonl"),
+        ("mystery", "data.source=mystery: write one of adder, a .jsonl"),
         ("no_such_module_here:rows", "importing no_such_module_here failed"),
         ("staleflow.tasks.arithmetic:nothing", "has no nothing"),
     ],
@@ -139,7 +141,7 @@ def test_a_data_source_that_is_not_known(tmp_path: Path, model: Path, source: st
 @pytest.mark.parametrize(
     ("function", "line"),
     [
-        ("rouge", "reward.function=rouge is not known: give module:function, an http address, or one of adder"),
+        ("rouge", "reward.function=rouge: write one of adder, exact-match"),
         ("no_such_module_here:score", "importing no_such_module_here failed"),
         ("tests.config.settings:SETTINGS", "is a dict: name a function"),
         ("http://", "has no host"),
@@ -201,3 +203,30 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         check(load(None, [line, "rollout.device=cuda"]), ROOMY)
     with pytest.raises(ConfigError, match=r"no such GPU here: give training\.device=cpu"):
         check(load(None, [line, "training.device=cuda:3"]), ROOMY)
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("training.train_only=[nothing.*]", "no parameter is named 'nothing.*': give a name such as model."),
+        ("training.lora_targets=[nothing]", "the model has no matrix nothing: give some of down_proj, gate_proj"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused_before_a_run_directory_is_made(
+    tmp_path: Path, model: Path, data: Path, setting: str, line: str
+) -> None:
+    more = [setting, *(["training.lora_rank=2"] if "lora" in setting else [])]
+    assert line in refused(settings(tmp_path, model, data, *more))
+    embedded = [f"{name}=adder" for name in ("model", "data.source", "reward.function")]
+    assert line in refused([f"runs={tmp_path}", *embedded, "rollout.max_tokens=64", *more])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_of_a_family_can_be_named(tmp_path: Path, model: Path, family: str, tied: bool) -> None:
+    shape = SHAPES["tiny"] | {"model_type": family, "tie_word_embeddings": tied}
+    (model / "config.json").write_text(json.dumps(shape))
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(model))
+    names = {name for name, _ in built.named_parameters()}
+    assert {*_by_family(sizes_of(load("plain", [f"model={model}", f"runs={tmp_path}"])))} == names

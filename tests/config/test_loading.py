@@ -1,27 +1,28 @@
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from staleflow.config import PRESETS, Config, ConfigError, differences, load, to_yaml
-from staleflow.config.rules import value_of
 from staleflow.config.text import parse, render
 from tests.config.settings import as_override, some_settings
 
 
 @given(some_settings())
+@example({"data.answer": "\x85"})
+@example({"data.template": "a\u2028b{prompt}\x85c\u2029"})
 @settings(max_examples=100, deadline=None)
 def test_what_is_written_is_read_back_equal(tmp_path_factory: pytest.TempPathFactory, given: dict[str, Any]) -> None:
     config = load(None, [as_override(*each) for each in given.items()])
     for name, value in given.items():
-        found = value_of(config, name)
+        found = attrgetter(name)(config)
         assert (list(found) if isinstance(found, tuple) else found) == value
     path = tmp_path_factory.mktemp("run") / "config.yaml"
     path.write_text(to_yaml(config), encoding="utf-8")
     again = load(str(path), [])
     assert again == config
-    assert again.fingerprint() == config.fingerprint()
     assert differences(config, again) == []
 
 
@@ -144,7 +145,6 @@ def test_the_cache_follows_the_platform(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_a_resume_may_change_what_does_not_change_the_training(override: str, resumable: bool) -> None:
     before, after = load(None, []), load(None, [override])
-    assert (before.fingerprint() == after.fingerprint()) == resumable
     assert differences(before, after) == ([] if resumable else [override.partition("=")[0]])
 
 

@@ -8,6 +8,7 @@ from staleflow.config.machine import _groups, _visible, cache_folder  # pyright:
 from staleflow.config.schema import Training
 from staleflow.config.sizes import sizes_of
 from staleflow.rollout.shapes import SHAPES, write
+from staleflow.servers.payloads import Limits
 
 MACHINE = Machine(cores=8, memory=64 * 2**30, gpus=(24 * 2**30,))
 
@@ -50,6 +51,18 @@ def test_exact_parts_are_exact() -> None:
     assert parts["trainer", "optimiser"].bytes == 8 * plan.sizes.parameters
     assert parts["trajectories", "tokens"].bytes == 3 * 34 * (9 * 120 * 8 + 4 * 4)
     assert plan.problem is None
+
+
+@pytest.mark.parametrize("given", [None, 0.5, 1e-4])
+def test_the_memory_limit_of_trajectories_holds_one_step_or_is_refused(given: float | None) -> None:
+    config = load(None, [] if given is None else [f"processes.trajectory_gib={given}"])
+    for memory in (2**20, 64 * 2**30):
+        plan = estimate(config, Machine(cores=2, memory=memory))
+        limit = plan.facts()["trajectory_bytes"]
+        assert limit == (given * 2**30 // 1 if given else max(memory // 4, limit))
+        fits = limit >= config.groups * Limits(120, 4, 0).group_bytes(config.members)
+        assert fits == ("trajectory_gib" not in (plan.problem or "")) == (given != 1e-4)
+    assert "16.00 GiB of prompts and responses" in estimate(load(None, []), MACHINE).text()
 
 
 def test_the_gpu_preset_fits_a_card_of_24_gb() -> None:

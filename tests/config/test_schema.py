@@ -1,73 +1,51 @@
-"""What is written down twice, so that nothing heavy need be imported, says the same in both places."""
+"""The configuration is composed of the options of the parts, and importing it loads nothing heavy."""
 
+import inspect
 import subprocess
 import sys
-from dataclasses import MISSING, fields
-from typing import Any, get_type_hints
+from dataclasses import fields
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
-from staleflow.config import Config, Data, Evaluation, Reward, Rollout, Training, load, rules, sizes
-from staleflow.config.checks import REWARDS
+from staleflow.config import Config, Data, Evaluation, Reward, Rollout, Training, load
+from staleflow.coordinator.strategies import MIGRATION, ROUTING, SYNCHRONISATION, TAIL
+from staleflow.registry import Registry
+from staleflow.reward.options import REWARDS
+from staleflow.rollout.options import ENGINES, Sampling
+from staleflow.servers.filters import FILTERS
+from staleflow.tasks.options import SOURCES
+from staleflow.training.options import ADVANTAGES, CORRECTIONS, LOSSES
 from tests.config.settings import as_override, some_settings
 
-DERIVED = {"max_staleness", "temperature", "total_steps", "max_tokens"}
-
-
-def defaults(kind: Any) -> dict[str, Any]:
-    return {each.name: None if each.default is MISSING else each.default for each in fields(kind)}
-
-
-def test_training_has_the_options_of_the_trainer() -> None:
-    options = pytest.importorskip("staleflow.training.options", reason="needs PyTorch")
-    theirs = {name: value for name, value in defaults(options.TrainerOptions).items() if name not in DERIVED}
-    assert defaults(Training) == theirs | {"device": "cpu"}
-    ours, types = get_type_hints(Training), get_type_hints(options.TrainerOptions)
-    assert {name: ours[name] for name in theirs} == {name: types[name] for name in theirs}
-    assert options.DUAL_CLIPPED == rules.DUAL_CLIPPED
-    assert set(options.EMBEDDINGS) == rules.EMBEDDINGS
+REGISTRIES = [
+    *(ADVANTAGES, LOSSES, CORRECTIONS, ENGINES, REWARDS, SOURCES, FILTERS),
+    *(ROUTING, SYNCHRONISATION, MIGRATION, TAIL),
+]
 
 
 @given(some_settings())
 @settings(max_examples=50, deadline=None)
-def test_the_trainer_accepts_what_the_configuration_accepts(given: dict[str, Any]) -> None:
-    options = pytest.importorskip("staleflow.training.options", reason="needs PyTorch")
+def test_the_parts_accept_what_the_configuration_accepts(given: dict[str, Any]) -> None:
     config = load(None, [as_override(*each) for each in given.items()])
-    named = {each.name: getattr(config.training, each.name) for each in fields(Training) if each.name != "device"}
-    options.TrainerOptions(
-        max_staleness=config.staleness,
-        temperature=config.rollout.temperature,
-        total_steps=config.steps,
-        max_tokens=config.rollout.max_tokens,
-        **named,
-    )
+    options = config.trainer_options()
+    assert (options.max_staleness, options.temperature) == (config.staleness, config.rollout.temperature)
+    assert options.to(Training) == config.training
+    assert config.engine_options().to(Rollout).kv_tokens == config.rollout.kv_tokens
+    assert config.sampling((1,)) == config.rollout.to(Sampling, stop_tokens=(1,))
+    assert config.evaluated((1,)).temperature == config.evaluation.temperature
+    assert config.evaluated((1,)).max_tokens == config.rollout.max_tokens
 
 
-def test_rollout_has_the_options_of_the_engine() -> None:
-    engine = pytest.importorskip("staleflow.rollout.options", reason="needs PyTorch")
-    from staleflow.rollout.engine import Sampling
-
-    ours = defaults(Rollout)
-    for theirs in (defaults(engine.EngineOptions), defaults(Sampling)):
-        assert {name: value for name, value in theirs.items() if name in ours}.items() <= ours.items()
-
-
-def test_the_built_in_rewards_are_those_that_exist() -> None:
-    from staleflow.reward.verifiers import BUILT_IN
-
-    assert set(REWARDS) == set(BUILT_IN)
-
-
-def test_model_families_are_those_of_the_engine() -> None:
-    checkpoint = pytest.importorskip("staleflow.rollout.model_folder", reason="needs PyTorch")
-    assert checkpoint.FAMILIES == sizes.FAMILIES
-
-
-def test_every_range_names_a_setting() -> None:
-    names = [*rules.AT_MOST, *rules.ABOVE_ZERO, *(name for names in rules.AT_LEAST.values() for name in names)]
-    for name in names:
-        rules.value_of(Config(), name)
+@pytest.mark.parametrize("registry", REGISTRIES, ids=lambda each: each.setting)
+def test_every_built_in_exists_and_takes_what_it_will_be_given(registry: Registry[Any]) -> None:
+    for name, entry in registry.entries.items():
+        if registry is SOURCES or name == "gae":
+            continue  # called in ways of their own
+        parameters = inspect.signature(registry.load(name)).parameters.values()
+        needed = [each for each in parameters if each.default is each.empty and each.kind is not each.KEYWORD_ONLY]
+        assert len(needed) <= len(registry.takes) <= len(parameters), entry.target
 
 
 @pytest.mark.parametrize("kind", [Config, Data, Reward, Rollout, Evaluation])
@@ -81,7 +59,7 @@ def test_nothing_heavy_is_loaded_to_refuse_a_run() -> None:
         "import sys\n"
         "from staleflow.config import check, estimate, load, to_yaml\n"
         "config = load('arithmetic-smollm', [])\n"
-        "to_yaml(config), config.fingerprint(), estimate(config).text()\n"
+        "to_yaml(config), estimate(config).text()\n"
         "check(load(None, []))\n"
         "heavy = {'torch', 'transformers', 'tokenizers', 'safetensors', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"

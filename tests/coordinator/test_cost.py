@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.coordinator.cost import CostModel
-from staleflow.simulate.presets import preset
+from staleflow.simulate.setting import preset
 
 STEP = preset("paper-14b").rollout
 

@@ -11,7 +11,7 @@ from staleflow.coordinator.decide import decide
 from staleflow.coordinator.situation import Pace, Route, Situation
 from staleflow.coordinator.strategies import Strategies
 from staleflow.runtime.situate import Gauge
-from tests.coordinator.situations import COST, fresh, instance, situation
+from tests.coordinator.make_situations import COST, fresh, instance, situation
 
 PACE = Pace(step_s=100.0, mean_tokens=1_000, grown_tokens=1_500, longest_tokens=10_000)
 

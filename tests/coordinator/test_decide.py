@@ -10,7 +10,7 @@ from staleflow.coordinator.decide import decide
 from staleflow.coordinator.situation import Abort, Interrupt, Pace, Pull, Resident, Route, Situation, Truncate
 from staleflow.coordinator.strategies import Strategies
 from staleflow.protocol import StalenessLedger
-from tests.coordinator.situations import clone, fresh, instance, random_situations, same, situation, started
+from tests.coordinator.make_situations import clone, fresh, instance, random_situations, same, situation, started
 
 ANY = st.builds(
     Strategies,
@@ -95,7 +95,7 @@ def test_no_deadlock_an_idle_instance_works_or_pulls_whenever_something_could_st
     some decision within two must route something."""
     one, _ = case
     views = [instance(f"i{row}", int(version)) for row, version in enumerate(one.fleet.version)]
-    if not views or not (one.started or (one.queue and one.room[one.newest] > 0)):
+    if not views or not (one.reserved or (one.queue and one.room[one.newest] > 0)):
         return
     one = replace(one, fleet=situation(views).fleet, blockers=[], thrashing=[])
     first = decide(one, strategies).commands

@@ -14,7 +14,7 @@ from staleflow.coordinator.strategies import Strategies
 from staleflow.runtime.fleet import FleetTable, Member
 from staleflow.runtime.situate import movable
 from staleflow.servers.lifecycle import Group, Trajectory
-from tests.coordinator.situations import COST, clone, fresh, instance, same, situation
+from tests.coordinator.make_situations import COST, clone, fresh, instance, same, situation
 from tests.runtime.fakes import FakeInstance
 
 ON = Strategies(migration="gain", headroom=100)
@@ -78,7 +78,7 @@ def test_fresh_work_is_routed_as_if_what_moves_had_arrived() -> None:
 
 @pytest.mark.parametrize(("step_s", "found"), [(0.0, 2), (0.5, 0), (100.0, 2)])
 def test_nothing_is_movable_where_versions_come_faster_than_decisions_pay(step_s: float, found: int) -> None:
-    table = FleetTable([Member(FakeInstance(name), 1, life=0, version=1) for name in ("full", "empty")], COST, 100)
+    table = FleetTable([Member(FakeInstance(name), 1, version=1) for name in ("full", "empty")], COST, 100)
     table.fleet.version[:], table.fleet.alive[:], table.fleet.context[0] = 1, True, 11_000
     group = Group("g", prompt=0, attempt=0, prompt_tokens=1_000, needed=2, version=1)
     for at, tokens in enumerate((6_000, 5_000)):

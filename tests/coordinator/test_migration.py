@@ -9,7 +9,7 @@ from staleflow.coordinator.migration import MOST_MOVES, migrate
 from staleflow.coordinator.situation import Interrupt, Pace, Resident, Situation
 from staleflow.coordinator.strategies import Strategies
 from staleflow.protocol import StalenessLedger
-from tests.coordinator.situations import clone, instance, random_situations, same, situation
+from tests.coordinator.make_situations import clone, instance, random_situations, same, situation
 
 PACE = Pace(step_s=20.0, mean_tokens=1_000.0)
 ON = Strategies(migration="gain")

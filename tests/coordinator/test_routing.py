@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.coordinator.routing import ROUTING, route
+from staleflow.coordinator.routing import route
 from staleflow.coordinator.situation import Queued, Route, Situation
-from staleflow.coordinator.strategies import Strategies
+from staleflow.coordinator.strategies import ROUTING, Strategies
 from staleflow.protocol import StalenessLedger
-from tests.coordinator.situations import COST, clone, fresh, instance, random_situations, same, situation, started
+from tests.coordinator.make_situations import COST, clone, fresh, instance, random_situations, same, situation, started
 
 WATERFALL = Strategies(mu=0.0)
 Random = tuple[Situation, StalenessLedger]
@@ -117,14 +117,14 @@ def test_round_robin_goes_on_where_it_stopped_and_passed_over_instances_keep_the
     assert list(targets(route(one, strategies)).values()) == ["c", "a", "b"], "b had no memory for the first"
 
 
-@pytest.mark.parametrize("routing", ROUTING)
+@pytest.mark.parametrize("routing", ROUTING.entries)
 @pytest.mark.parametrize("views", [[], [instance("dead", alive=False)]])
 def test_without_instances_everything_waits(routing: str, views: list[object]) -> None:
     one = situation(views, started("g", 0, 500) + fresh("f", 500), {0: 3})  # type: ignore[arg-type]
-    assert ROUTING[routing](one, Strategies()) == []
+    assert ROUTING.load(routing)(one, Strategies()) == []
 
 
-@given(case=random_situations(), routing=st.sampled_from(sorted(ROUTING)), mu=st.sampled_from([0.0, 0.3]))
+@given(case=random_situations(), routing=st.sampled_from(sorted(ROUTING.entries)), mu=st.sampled_from([0.0, 0.3]))
 def test_no_route_overfills_or_breaks_the_bound_in_any_situation(case: Random, routing: str, mu: float) -> None:
     one, ledger = case
     before = clone(one)
@@ -150,12 +150,12 @@ def test_no_route_overfills_or_breaks_the_bound_in_any_situation(case: Random, r
         assert fleet.kv_free[row] >= 0
 
 
-@given(random_situations(), st.sampled_from(sorted(ROUTING)))
+@given(random_situations(), st.sampled_from(sorted(ROUTING.entries)))
 def test_the_younger_never_gets_a_place_that_the_older_could_have_had(case: Random, routing: str) -> None:
     one, _ = case
     routed = set(targets(route(one, Strategies(routing=routing, mu=0.0))))  # type: ignore[arg-type]
     waiting: list[Queued] = []
-    for item in one.queue[: one.started]:
+    for item in one.queue[: one.reserved]:
         if item.trajectory not in routed:
             waiting.append(item)
         else:
@@ -182,7 +182,7 @@ def test_fresh_work_goes_where_it_gains_most_even_if_others_are_faster() -> None
 @given(random_situations())
 def test_waterfall_is_a_brute_force_search_for_the_shortest_step_of_what_is_started(case: Random) -> None:
     one, _ = case
-    one = replace(one, queue=one.queue[: one.started])
+    one = replace(one, queue=one.queue[: one.reserved])
     went, headroom = targets(route(one, WATERFALL)), WATERFALL.headroom
     fleet, refused, claimed = one.fleet.copy(), inf, -1
     for item in one.queue:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.coordinator.situation import Pace, Pull, Situation
-from staleflow.coordinator.strategies import Strategies
-from staleflow.coordinator.synchronisation import SYNCHRONISATION, synchronise
+from staleflow.coordinator.strategies import SYNCHRONISATION, Strategies
+from staleflow.coordinator.synchronisation import synchronise
 from staleflow.protocol import StalenessLedger
-from tests.coordinator.situations import FLAT, clone, fresh, instance, random_situations, same, situation, started
+from tests.coordinator.make_situations import FLAT, clone, fresh, instance, random_situations, same, situation, started
 
 GAIN = Strategies(synchronisation="gain", horizon=0.1, mu=0.0)
 Random = tuple[Situation, StalenessLedger]
@@ -24,7 +24,7 @@ def pulled(one: Situation, strategies: Strategies) -> list[str]:
     return [pull.instance for pull in pulls]
 
 
-@pytest.mark.parametrize("mode", SYNCHRONISATION)
+@pytest.mark.parametrize("mode", SYNCHRONISATION.entries)
 @pytest.mark.parametrize("horizon", [0.0, 0.004, 0.1])
 def test_deadlock_an_idle_instance_with_nothing_admissible_always_pulls(mode: str, horizon: float) -> None:
     """Room at the newest version only, the whole fleet empty and behind: nothing would ever happen again."""
@@ -119,7 +119,7 @@ def test_the_unknown_pace_of_a_new_run_stops_no_pull() -> None:
         assert pulled(replace(one, pull_s=pull_s), GAIN) == ["a"]
 
 
-@given(case=random_situations(), mode=st.sampled_from(sorted(SYNCHRONISATION)))
+@given(case=random_situations(), mode=st.sampled_from(sorted(SYNCHRONISATION.entries)))
 def test_only_what_is_behind_pulls_and_starved_pulls_least(case: Random, mode: str) -> None:
     one, _ = case
     before = clone(one)

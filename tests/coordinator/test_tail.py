@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from staleflow.coordinator.situation import Abort, Pace, Resident, Situation, Truncate
-from staleflow.coordinator.strategies import Strategies
-from staleflow.coordinator.tail import TAIL, end_tail
-from tests.coordinator.situations import instance, situation, started
+from staleflow.coordinator.strategies import TAIL, Strategies
+from staleflow.coordinator.tail import end_tail
+from tests.coordinator.make_situations import instance, situation, started
 
 REPLACE, TRUNCATE = Strategies(tail="replace"), Strategies(tail="truncate")
 
@@ -29,7 +29,7 @@ def test_truncate_ends_each_unfinished_trajectory() -> None:
     assert end_tail(stuck(1), TRUNCATE) == [Truncate("0.0", "i"), Truncate("0.1", "i")]
 
 
-@pytest.mark.parametrize("mode", TAIL)
+@pytest.mark.parametrize("mode", TAIL.entries)
 def test_a_step_that_waits_for_much_or_not_for_long_is_left_alone(mode: str) -> None:
     strategies = Strategies(tail=mode)  # type: ignore[arg-type]
     one = stuck(1)

@@ -67,11 +67,48 @@ def test_a_step_that_was_done_again_after_a_crash_counts_once(tmp_path: Path) ->
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step":1}\noops\n')
-    with pytest.raises(ValueError, match="line 2: no valid JSON"):
+    with pytest.raises(ValueError, match="line 2: not a JSON object: delete the line"):
         read_metrics(path)
     path.write_text("[1]\n")
-    with pytest.raises(ValueError, match="line 1: a list"):
+    with pytest.raises(ValueError, match="line 1: not a JSON object"):
         read_metrics(path)
+
+
+@pytest.mark.parametrize(
+    "end", [b'{"step": 2, "rew', b"\0" * 5000, b"\0" * 9 + b"\n", b"oops\n[1]\n\n", b"[" * 100_000 + b"\n"]
+)
+def test_a_torn_end_of_any_kind_is_cut_off_and_the_file_continued(tmp_path: Path, end: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step":1}\n' + end)
+    with MetricsLog(path) as log:
+        assert log.repaired == len(end)
+        log.write({"step": 2})
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write({"step": 1})
+        file = log._file
+
+        class FullDisk:
+            fileno = staticmethod(file.fileno)
+            room = 5
+
+            def write(self, line: memoryview) -> int:
+                if not self.room:
+                    raise OSError(28, "No space left on device")
+                file.write(line[:5])
+                self.room = 0
+                return 5
+
+        with monkeypatch.context() as full:
+            full.setattr(log, "_file", FullDisk())
+            with pytest.raises(OSError, match="No space left"):
+                log.write({"step": 2})
+        log.write({"step": 3})
+    assert read_metrics(path) == [{"step": 1}, {"step": 3}]
 
 
 values = st.recursive(

@@ -51,3 +51,12 @@ async def later(problem: Problem, response: Response) -> float:
 def spelled(problem: Problem, response: Response) -> float:
     """Whether the text is the answer."""
     return float(response.text == problem.facts["answer"])
+
+
+def environment(problem: Problem, response: Response) -> float:  # noqa: ARG001
+    """Whether the variable that the response names is set."""
+    return float(response.text in os.environ)
+
+
+def weighed(_: Problem, response: Response, weight: float = 1.0) -> float:
+    return weight * len(response.text)

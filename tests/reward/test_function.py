@@ -8,10 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.reward.function import Response, RewardError, checked, load_reward
+from staleflow.errors import ConfigError
+from staleflow.reward import verifiers
+from staleflow.reward.function import Response, RewardError, Score, checked
+from staleflow.reward.function import load_reward as load
+from staleflow.reward.options import Reward
 from staleflow.tasks.adder import Adder
-from staleflow.tasks.task import Problem, TaskError
+from staleflow.tasks.task import Problem
 from tests.reward import functions
+
+
+def load_reward(function: str, **arguments: Any) -> Score:
+    return load(Reward(function, arguments))
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**9), 10**9) | st.booleans())
@@ -46,7 +54,16 @@ def test_anything_else_is_a_failure_and_never_zero(value: Any, message: str) -> 
 
 
 def test_a_function_is_found_by_its_name() -> None:
-    assert load_reward("tests.reward.functions:behave") is functions.behave
+    problem, response = Problem("?", {}), Response("good")
+    assert load_reward("tests.reward.functions:behave")(problem, response) == functions.behave(problem, response)
+    assert load_reward("exact-match").func is verifiers.exact_match  # type: ignore[attr-defined]
+
+
+def test_arguments_are_given_by_name_or_refused() -> None:
+    weighed = load_reward("tests.reward.functions:weighed", weight=0.25)
+    assert weighed(Problem("?", {}), Response("four")) == 1.0
+    with pytest.raises(ConfigError, match=r"cannot be called .*: write def weighed\(problem, response"):
+        load_reward("tests.reward.functions:weighed", wait=0.25)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +76,7 @@ def test_a_function_is_found_by_its_name() -> None:
     ],
 )
 def test_a_reward_that_does_not_exist_is_one_clear_line(spec: str, message: str) -> None:
-    with pytest.raises(TaskError, match=message) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         load_reward(spec)
     assert "\n" not in str(error.value)
 
@@ -104,7 +121,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
 )
 def test_a_missing_package_says_what_to_install(spec: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(TaskError, match=f"pip install {spec}"):
+    with pytest.raises(ConfigError, match=f"pip install {spec}"):
         load_reward(spec)
 
 

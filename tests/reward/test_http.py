@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from staleflow.reward.function import Response, RewardError, checked, load_reward
+from staleflow.reward.options import Reward
 from staleflow.tasks.task import Problem
 
 release = threading.Event()
@@ -19,6 +20,11 @@ class Service(BaseHTTPRequestHandler):
         if self.path == "/hang":
             release.wait(20)
             return
+        if self.path.startswith("/moved"):
+            self.send_response(int(self.path[-3:]))
+            self.send_header("Location", "/score")
+            self.end_headers()
+            return
         if self.path == "/broken":
             self.send_error(503)
             return
@@ -27,6 +33,11 @@ class Service(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"reward": 1}')
 
     def log_message(self, format: str, *args: Any) -> None:
         """Quiet."""
@@ -46,7 +57,9 @@ def address() -> Iterator[str]:
 
 def ask(address: str, timeout_s: float = 10.0) -> float:
     async def main() -> Any:
-        answer: Any = load_reward(address, timeout_s)(Problem((1, 2), {"bonus": 100}), Response("abc", (5, 6)))
+        answer: Any = load_reward(Reward(address, timeout_s=timeout_s))(
+            Problem((1, 2), {"bonus": 100}), Response("abc", (5, 6))
+        )
         return await answer
 
     try:
@@ -70,6 +83,12 @@ def test_a_service_sees_everything_and_its_number_is_the_reward(address: str) ->
 def test_a_service_that_fails_is_a_failure(address: str, path: str, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         ask(f"{address}/{path}")
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed_without_the_body(address: str, code: int) -> None:
+    with pytest.raises(RewardError, match=r"has moved to /score: give that as reward\.function"):
+        ask(f"{address}/moved-{code}")
 
 
 def test_a_service_that_hangs_is_given_up(address: str) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from staleflow.errors import ConfigError
+from staleflow.reward.environment import environment
 from staleflow.reward.function import RewardError
-from staleflow.reward.pool import PoolPort, RewardPool, Settings
+from staleflow.reward.options import Reward
+from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Chunk
 from staleflow.tasks.adder import VOCABULARY, Adder
 from staleflow.tasks.task import Problem
+
+pytestmark = pytest.mark.processes
 
 PROBLEM = Problem("four", {})
 
@@ -23,8 +30,8 @@ PROBLEM = Problem("four", {})
 class Desk:
     """Submits and collects the answers."""
 
-    def __init__(self, spec: str, settings: Settings, decoder: str = "") -> None:
-        self.pool = RewardPool(spec, settings, self._answer, self._answer, decoder=decoder)
+    def __init__(self, options: Reward, decoder: str = "") -> None:
+        self.pool = RewardPool(options, self._answer, self._answer, decoder=decoder)
         self.answers: dict[str, float | str] = {}
         self._came = asyncio.Event()
 
@@ -54,7 +61,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 def desk(workers: int = 1, timeout_s: float = 10.0, function: str = "behave") -> Desk:
-    return Desk(f"tests.reward.functions:{function}", Settings(workers, timeout_s))
+    return Desk(Reward(f"tests.reward.functions:{function}", workers=workers, timeout_s=timeout_s))
 
 
 def test_bad_rewards_are_failures_with_a_reason_and_cost_no_other_response_anything() -> None:
@@ -135,19 +142,17 @@ def test_async_rewards_are_awaited() -> None:
 def test_a_function_that_cannot_be_loaded_is_known_at_the_start() -> None:
     async def main(spec: str, message: str) -> None:
         with pytest.raises(RewardError, match=message):
-            await Desk(spec, Settings()).pool.start()
+            await Desk(Reward(spec)).pool.start()
 
     run(main("no_such_module:f", "importing no_such_module failed"))
 
 
-def test_a_response_is_not_scored_twice_at_once_and_can_be_withdrawn() -> None:
+def test_a_response_is_not_scored_twice_at_once() -> None:
     async def main() -> None:
         async with desk() as pool:
             for name in ("a", "a", "b", "c"):
                 pool.pool.submit(name, PROBLEM, text="good")
-            pool.pool.withdraw("b")
-            pool.pool.withdraw("never asked")
-            assert await pool.all(2) == {"a": 0.5, "c": 0.5}
+            assert await pool.all(3) == {"a": 0.5, "b": 0.5, "c": 0.5}
 
     run(main())
 
@@ -155,7 +160,7 @@ def test_a_response_is_not_scored_twice_at_once_and_can_be_withdrawn() -> None:
 def test_the_port_looks_up_the_problem_and_the_tokens() -> None:
     task = Adder()
     asked: list[tuple[str, Problem, bytes]] = []
-    pool = RewardPool("adder", Settings(), lambda *_: None, lambda *_: None)
+    pool = RewardPool(Reward(workers=2), lambda *_: None, lambda *_: None)
     pool.submit = lambda *job: asked.append(job)  # type: ignore[method-assign]
     port = PoolPort(pool, task.problem, lambda _name: b"\x07\0\0\0")
     trajectory = Trajectory("p3/0", Group("p3", 3, 0, 4, 1), state="generated")
@@ -168,7 +173,7 @@ def test_the_port_looks_up_the_problem_and_the_tokens() -> None:
 
 def test_workers_make_text_of_tokens() -> None:
     async def main(decoder: str, tokens: list[int]) -> None:
-        answers = Desk("tests.reward.functions:spelled", Settings(), decoder)
+        answers = Desk(Reward("tests.reward.functions:spelled", workers=2), decoder)
         async with answers as pool:
             pool.pool.submit("a", Problem("", {"answer": "#2 5 6 ="}), Chunk.of(0, tokens).tokens)
             assert await pool.all(1) == {"a": 1.0}
@@ -179,7 +184,7 @@ def test_workers_make_text_of_tokens() -> None:
 def test_a_tokenizer_that_cannot_be_read_is_known_at_the_start(tmp_path: Path) -> None:
     async def main() -> None:
         with pytest.raises(RewardError, match=r"tokenizer.json cannot be read .*: save a fast tokenizer"):
-            await Desk("adder", Settings(), str(tmp_path / "tokenizer.json")).pool.start()
+            await Desk(Reward(), str(tmp_path / "tokenizer.json")).pool.start()
 
     run(main())
 
@@ -208,6 +213,65 @@ def test_a_batch_larger_than_the_socket_takes_at_once_arrives_whole() -> None:
             assert set((await pool.all(8)).values()) == {200_004.0}
 
     run(main())
+
+
+def test_large_rows_are_sent_in_several_goes_and_what_is_too_large_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they are over the limit of a message, each by itself is not (D10)."""
+    monkeypatch.setattr("staleflow.reward.wire.MOST_BYTES", 3_000_000)
+    monkeypatch.setattr("staleflow.reward.pool.MOST_BYTES_AHEAD", 4_000_000)
+
+    async def main() -> None:
+        async with desk() as at:
+            large = Problem("large", {"image": "x" * 2_000_000})
+            for number in range(8):
+                at.pool.submit(f"r{number}", large, text="1.0")
+            at.pool.submit("too large", Problem("much too large", {"image": "x" * 4_000_000}), text="1.0")
+            at.pool.submit("small", PROBLEM, text="1.0")
+            answers = await at.all(10)
+            assert "the row of prompt 'much too large' cannot be sent" in str(answers.pop("too large"))
+            assert set(answers.values()) == {0.5}
+
+    run(main())
+
+
+@pytest.mark.parametrize("value", ["\ud800", 10**30, object()], ids=["surrogate", "digits", "object"])
+def test_a_row_that_cannot_be_sent_is_answered_and_costs_no_other_response_anything(value: Any) -> None:
+    async def main() -> None:
+        async with desk() as at:
+            at.pool.submit("bad", Problem("odd", {"a": value}), text="1.0")
+            at.pool.submit("good", PROBLEM, text="1.0")
+            answers = await at.all(2)
+            assert "the row of prompt 'odd' cannot be sent to a reward worker" in str(answers["bad"])
+            assert answers["good"] == 0.5
+
+    run(main())
+
+
+def test_workers_see_no_secrets_unless_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MY_KEY", "HF_TOKEN", "OPENAI_API_KEY", "HF_HOME"):
+        monkeypatch.setenv(name, "value")
+
+    async def main() -> None:
+        async with Desk(Reward("tests.reward.functions:environment", environment=("MY_KEY",))) as at:
+            for name in ("MY_KEY", "HF_TOKEN", "OPENAI_API_KEY", "HF_HOME", "PATH"):
+                at.pool.submit(name, PROBLEM, text=name)
+            seen = {name for name, answer in (await at.all(5)).items() if answer == 1.0}
+            assert seen == {"MY_KEY", "HF_HOME", "PATH"}
+
+    run(main())
+
+
+def test_a_process_that_scores_by_itself_sees_no_secrets_either() -> None:
+    code = "import os; from staleflow.reward.environment import see_only; see_only(['NAMED']); print(*os.environ)"
+    given = os.environ | {"NAMED": "1", "OPENAI_API_KEY": "2"}
+    seen = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+    assert {"NAMED", "PATH"} <= {*seen.stdout.split()}
+    assert "OPENAI_API_KEY" not in seen.stdout
+
+
+def test_a_named_variable_that_is_not_set_is_refused() -> None:
+    with pytest.raises(RewardError, match=r"reward\.environment names NOT_SET, which is not set: export it"):
+        environment(("NOT_SET",), {})
 
 
 def test_a_worker_that_died_while_idle_is_replaced() -> None:
@@ -260,7 +324,7 @@ def test_a_listener_that_fails_stops_nobody() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("settings", [{"workers": 0}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}])
-def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(RewardError, match=r"at least 1|above 0"):
-        Settings(**settings)
+@pytest.mark.parametrize("options", [{"workers": 0}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}])
+def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"1 or more|above 0|not finite"):
+        Reward(**options)

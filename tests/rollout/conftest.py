@@ -1,10 +1,6 @@
 """Tiny models with random weights in Hugging Face folders, and what transformers itself makes of them."""
 
-import os
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,14 +106,6 @@ def make(kind: str, folder: Path, seed: int = 0) -> Tiny:
     randomise(model, seed)
     model.save_pretrained(folder)
     return Tiny(folder, model)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

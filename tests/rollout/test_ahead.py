@@ -50,9 +50,9 @@ class EagerGraphs:
         return EagerFlight(logits, drawn.tolist(), every.gather(1, drawn[:, None])[:, 0].tolist())
 
 
-def script(engine: TorchEngine, tensors: list[dict[str, torch.Tensor]], seed: int) -> list[StepOutput]:
+def script(engine: TorchEngine, tensors: list[dict[str, torch.Tensor]], seed: int) -> list[tuple[int, StepOutput]]:
     """Random commands and steps; the same for every engine."""
-    random, outputs, made = Random(seed), list[StepOutput](), 0
+    random, outputs, made = Random(seed), list[tuple[int, StepOutput]](), 0
     while made < 14 or engine.busy:
         act = random.random()
         if act < 0.06 and made < 14:
@@ -75,7 +75,7 @@ def script(engine: TorchEngine, tensors: list[dict[str, torch.Tensor]], seed: in
             new = tensors[version % len(tensors)]
             engine.pull(lambda into, new=new, version=version: copied(into, new, version), version)
         else:
-            outputs.append(engine.step())
+            outputs.append((engine.version, engine.step()))
     assert engine.pool.used == 0
     return outputs
 
@@ -86,20 +86,21 @@ def copied(into: Any, tensors: dict[str, torch.Tensor], version: int) -> int:
     return version
 
 
-def seen(outputs: list[StepOutput]) -> list[Any]:
+def seen(outputs: list[tuple[int, StepOutput]]) -> list[Any]:
     """All but the log-probabilities, which rounding may change."""
     return [
         (
-            output.version,
-            [(each.name, each.tokens) for each in output.progress],
+            version,
+            (output.made, output.prefilled),
             [(r.name, r.reason, r.tokens, r.spans, r.kv_version) for r in (*output.finished, *output.returned)],
         )
-        for output in outputs
+        for version, output in outputs
     ]
 
 
-def logprobs(outputs: list[StepOutput]) -> list[float]:
-    return [value for output in outputs for each in output.progress for value in each.logprobs]
+def logprobs(outputs: list[tuple[int, StepOutput]]) -> list[float]:
+    results = [each for _, output in outputs for each in (*output.finished, *output.returned)]
+    return [value for each in results for value in each.logprobs]
 
 
 @pytest.mark.parametrize("kv_on_pull", ["recompute", "keep"])

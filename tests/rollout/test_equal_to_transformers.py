@@ -91,18 +91,6 @@ def drain_new(model: Tiny, requests: list[Request]) -> tuple:
     return drain(engine)
 
 
-def test_progress_adds_up_to_the_result(tiny: Models) -> None:
-    model = tiny("llama")
-    engine = model.engine()
-    engine.submit([Request(f"t{at}", 4, prompt(4 + at), sampling=Sampling(max_tokens=9 + at)) for at in range(5)])
-    finished, _, outputs = drain(engine)
-    for name, result in finished.items():
-        parts = [part for output in outputs for part in output.progress if part.name == name]
-        assert [token for part in parts for token in part.tokens] == result.tokens
-        assert [value for part in parts for value in part.logprobs] == result.logprobs
-        assert {part.epoch for part in parts} == {4}
-
-
 def test_bfloat16_stays_near_the_float32_model(tiny: Models) -> None:
     model = tiny("llama")
     engine = model.engine(dtype="bfloat16")

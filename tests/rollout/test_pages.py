@@ -121,9 +121,10 @@ class Story:
         return self.engine.version + 1
 
 
+@pytest.mark.parametrize("examples", [12, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kv_on_pull", ["recompute", "keep"])
 def test_pages_are_accounted_for_after_every_operation(
-    tiny: Models, kv_on_pull: str, monkeypatch: pytest.MonkeyPatch
+    tiny: Models, kv_on_pull: str, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama")
     monkeypatch.setattr(attention, "SMALL", 0)  # so that shared pages are attended to as in large models
@@ -131,7 +132,11 @@ def test_pages_are_accounted_for_after_every_operation(
 
     @given(ACTS)
     @settings(
-        max_examples=35, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
     )
     def stories(acts: list[Act]) -> None:
         story = Story(model, kv_on_pull)

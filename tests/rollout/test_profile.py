@@ -44,10 +44,10 @@ def test_what_is_measured_is_stored_drawn_and_can_be_simulated_with(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere is neither a folder nor one of tiny"),
+        (["nowhere"], "preset nowhere is unknown: choose one of laptop"),
         (["--running", "0"], "--running is 0: give at least 1"),
-        (["--dtype", "float8"], "dtype is 'float8': give one of float32, bfloat16"),
-        (["--device", "tpu"], "device is 'tpu': give cpu or cuda"),
+        (["--dtype", "float8"], "rollout.dtype=float8: write one of float32, bfloat16"),
+        (["--device", "tpu"], "rollout.device=tpu is unknown: give cpu, cuda or cuda:0"),
         (["--running", "1"], "cells of the grid fit into"),
         (["--output", "no/such/folder/x.json"], "its folder does not exist, make it first"),
     ],
@@ -72,5 +72,5 @@ def test_a_profile_that_is_none_is_refused(text: str, tmp_path: Path, capsys: py
     path = tmp_path / "profile.json"
     path.write_text(text)
     assert main(["simulate", "--profile", str(path)]) == 2
-    assert "holds no coefficients; make it with staleflow profile" in capsys.readouterr().err
+    assert "holds no coefficients: make it with staleflow profile" in capsys.readouterr().err
     assert main(["simulate", "--profile", str(tmp_path / "missing")]) == 2

@@ -3,7 +3,6 @@
 import json
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,42 +10,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.commands.options import read_profile
+from staleflow.config.costs import read_profile
 from staleflow.coordinator.cost import CostModel
-from staleflow.rollout.engine import EngineSnapshot
-from staleflow.run import costs as costs_module
-from staleflow.run.costs import Mean, RunCosts, TimedRewards, TimedTrainer
-from staleflow.runtime.outbox import Outbox
-from staleflow.servers.journal import MemoryJournal
+from staleflow.rollout.engine import StepOutput
+from staleflow.run.costs import Mean, RunCosts
 from staleflow.types import Cell, Costs
-from staleflow.workers.meter import StepMeter
+from staleflow.workers.meter import Cells
 
 TRUE = CostModel(0.002, 0.002, 5e-5, 0.0, 1e-6, 2e-5)
 SIZES = (1, 3, 8, 20, 50, 120)
 
 
-def snapshot(context: int, step: tuple[int, int, float] | None) -> EngineSnapshot:
-    return EngineSnapshot(0, 0, 0, context, 0, 0, 0, 0, 0, step)
+def step(made: int, context: int, prefilled: int = 0) -> StepOutput:
+    return StepOutput([], [], [], made, prefilled, context)
 
 
-def steps_of(meter: StepMeter, model: CostModel, share: float, repeats: int = 6) -> None:
+def steps_of(meter: Cells, model: CostModel, share: float, repeats: int = 6) -> None:
     """An instance that had this share of a core."""
-    step: tuple[int, int, float] | None = None
     for running, each, _ in product(SIZES, (20, 70), range(repeats)):
         context = running * each
-        seconds = model.step(running, context)
-        step = (running, context, seconds)
-        meter.step(snapshot(context, step), running, seconds / share, seconds)
-        meter.owe(64)  # a step that prefills: the engine's latest pure step stays what it was
-        seconds = model.step(running, context, 64)
-        meter.step(snapshot(context, step), running, seconds / share, seconds)
+        for prefilled in (0, 64):
+            seconds = model.step(running, context, prefilled)
+            meter.add(step(running, context, prefilled), seconds / share, seconds)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.4])
 def test_the_costs_of_an_engine_are_found_again(share: float, tmp_path: Path) -> None:
-    meter, costs = StepMeter(), RunCosts()
+    meter, costs = Cells(), RunCosts()
     steps_of(meter, TRUE, share)
-    costs.hear(meter.drain())
+    costs.hear(Costs(meter.drain()))
     found = costs.profile(by_cpu=True)
     assert found is not None
     (tmp_path / "profile.json").write_text(json.dumps(found))
@@ -59,9 +51,9 @@ def test_the_costs_of_an_engine_are_found_again(share: float, tmp_path: Path) ->
 
 
 def test_where_cpu_time_says_nothing_seconds_are_fitted() -> None:
-    meter, costs = StepMeter(), RunCosts()
+    meter, costs = Cells(), RunCosts()
     steps_of(meter, TRUE, share=0.5)
-    costs.hear(Costs([msgspec.structs.replace(cell, cpu_s=0.0) for cell in meter.drain().cells]))
+    costs.hear(Costs([msgspec.structs.replace(cell, cpu_s=0.0) for cell in meter.drain()]))
     found = costs.profile(by_cpu=False)
     assert found is not None
     assert found["coefficients"]["floor"] == pytest.approx(2 * TRUE.floor, rel=0.05)
@@ -69,28 +61,27 @@ def test_where_cpu_time_says_nothing_seconds_are_fitted() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 128), st.integers(1, 200), st.booleans()), min_size=1, max_size=40), st.data())
 def test_it_does_not_matter_in_how_many_pieces_it_is_told(steps: list[tuple[int, int, bool]], data: Any) -> None:
-    whole, pieces = StepMeter(), StepMeter()
+    whole, pieces = Cells(), Cells()
     one, other = RunCosts(), RunCosts()
     for running, each, mixed in steps:
-        step = None if mixed else (running, running * each, 0.001)
         for meter in (whole, pieces):
-            meter.step(snapshot(running * each, step), running, 0.001 * running, 0.0005)
+            meter.add(step(running, running * each, 5 * mixed), 0.001 * running, 0.0005)
         if data.draw(st.booleans()):
-            other.hear(pieces.drain())
-    one.hear(whole.drain())
-    other.hear(pieces.drain())
+            other.hear(Costs(pieces.drain()))
+    one.hear(Costs(whole.drain()))
+    other.hear(Costs(pieces.drain()))
     assert one.means() == pytest.approx(other.means())
-    assert not pieces.drain().cells
+    assert not pieces.drain()
 
 
 def test_no_memory_grows_with_the_length_of_a_run() -> None:
-    meter, costs = StepMeter(), RunCosts()
+    meter, costs = Cells(), RunCosts()
     for at in range(20_000):
         running = at % 128 + 1
-        meter.step(snapshot(0, (running, running * (at % 100), 0.1)), running, 0.1, 0.1)
+        meter.add(step(running, running * (at % 100)), 0.1, 0.1)
         if at % 100 == 0:
-            costs.hear(meter.drain())
-    assert len(meter.drain().cells) < 100
+            costs.hear(Costs(meter.drain()))
+    assert len(meter.drain()) < 100
 
 
 @pytest.mark.parametrize("cells", [[], [Cell(False, 9, 9, 90, 0, 0.1, 0.1)], [Cell(True, 9, 9, 90, 9, 0.1, 0.1)] * 9])
@@ -101,18 +92,9 @@ def test_too_few_steps_make_no_profile(cells: list[Cell]) -> None:
     assert all(value >= 0 for value in costs.means().values())
 
 
-def test_means_of_pulls_reports_rewards_and_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((10.0, 10.5, 20.0, 20.25))
-    monkeypatch.setattr(costs_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    costs, port = RunCosts(), SimpleNamespace(score=lambda _: None, finish=lambda _: None)
-    rewards: Any = TimedRewards(port, costs.reward)  # type: ignore[arg-type]
-    rewards.score(SimpleNamespace(name="t1"))
-    rewards.answered("t1")
-    rewards.answered("never asked")
-    trainer = TimedTrainer(port, Outbox(MemoryJournal()), costs.finish)  # type: ignore[arg-type]
-    trainer.finish(0)
+def test_means_of_pulls_and_reports() -> None:
+    costs = RunCosts()
     costs.hear(Costs([], pulls=2, pull_s=0.2, told=4, told_s=0.1))
     means = costs.means()
-    assert (means["reward_s"], means["finish_s"]) == (0.5, 0.25)
     assert (means["pull_s"], means["report_s"]) == pytest.approx((0.1, 0.025))
     assert Mean().value == 0.0

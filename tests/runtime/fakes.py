@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 from staleflow.coordinator.strategies import Strategies
 from staleflow.protocol import StalenessLedger
 from staleflow.runtime.control import ControlPlane, Settings
-from staleflow.runtime.ports import Fence, Report, Snapshot, Work
+from staleflow.runtime.ports import Heard
 from staleflow.servers.journal import MemoryJournal
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.simulate.clock import VirtualLoop
-from tests.coordinator.situations import COST
+from staleflow.types import Abort, Command, Fence, InstanceState, Pull, Report, Submit, TrajectoryNews, Work
+from tests.coordinator.make_situations import COST
 
 Result = TypeVar("Result")
 
@@ -28,54 +29,51 @@ def now() -> float:
 class FakeInstance:
     """Remembers its commands. It answers for its state at any time, until ``silent_since``."""
 
-    def __init__(self, name: str = "i0", version: int = 0, life: int = 0) -> None:
+    def __init__(self, name: str = "i0", version: int = 0, incarnation: int = 0) -> None:
         self.name = name
         self.version = version
-        self.life = life
+        self.incarnation = incarnation
         self.applied = Fence(0, 0, 0)
         self.running = 0
         self.context = 0
         self.kv_free = 100_000
         self.silent_since: float | None = None
         self.looked = 0
-        self.fences: list[Fence] = []
-        self.submitted: list[Work] = []
-        self.interrupted: list[tuple[str, int]] = []
-        self.aborted: list[tuple[str, int]] = []
-        self.pulls: list[int] = []
+        self.commands: list[Command] = []
         self.holding: list[tuple[str, int]] = []
 
-    def submit(self, fence: Fence, work: Sequence[Work]) -> None:
-        self.fences.append(fence)
-        self.submitted += work
+    def send(self, command: Command) -> None:
+        self.commands.append(command)
 
-    def interrupt(self, fence: Fence, names: Sequence[tuple[str, int]]) -> None:
-        self.fences.append(fence)
-        self.interrupted += names
+    @property
+    def submitted(self) -> list[Work]:
+        return [work for command in self.commands if isinstance(command, Submit) for work in command.work]
 
-    def abort(self, fence: Fence, names: Sequence[tuple[str, int]]) -> None:
-        self.fences.append(fence)
-        self.aborted += names
+    @property
+    def aborted(self) -> list[tuple[str, int]]:
+        return [name for command in self.commands if isinstance(command, Abort) for name in command.names]
 
-    def pull(self, fence: Fence, version: int) -> None:
-        self.fences.append(fence)
-        self.pulls.append(version)
+    @property
+    def pulls(self) -> list[int]:
+        return [command.version for command in self.commands if isinstance(command, Pull)]
 
-    def snapshot(self) -> Snapshot:
+    @property
+    def state(self) -> InstanceState:
+        return InstanceState(self.version, self.running, 0, self.context, self.kv_free, 100_000, 64)
+
+    def heard(self) -> Heard:
         self.looked += 1
         try:
             time = now() if self.silent_since is None else self.silent_since
         except RuntimeError:  # no loop: a unit test without time
             time = 0.0
-        return Snapshot(
-            time, self.life, self.applied, self.version, self.running, 0, self.context, self.kv_free, 100_000, 64
-        )
+        return Heard(time, self.incarnation, self.applied, self.state)
 
     def held(self) -> list[tuple[str, int]]:
         return self.holding
 
     def report(self, **news: Any) -> Report:
-        return Report(self.name, self.life, **news)
+        return Report(self.name, self.incarnation, self.applied, self.state, **news)
 
 
 class FakeTrainer:
@@ -153,8 +151,8 @@ class World:
         """Its instance has made the last token of a trajectory."""
         one = self.server.trajectories[name]
         assert one.instance is not None
-        row = (name, one.epoch, ((version, tokens),))
-        self.control.on_report(self.instances[one.instance].report(finished=(row,)))
+        news = TrajectoryNews(name, one.epoch, ((version, tokens),))
+        self.control.on_report(self.instances[one.instance].report(finished=[news]))
 
     def finish_and_score(self, *names: str, version: int = 0) -> None:
         for name in names:

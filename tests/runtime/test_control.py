@@ -14,7 +14,7 @@ from staleflow.runtime.control import StalledError
 from staleflow.runtime.situate import MOST_QUEUED
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.invariants import check_all, lost_prompts, watch
-from staleflow.simulate.presets import Setting, preset, with_strategies
+from staleflow.simulate.setting import Setting, preset, with_strategies
 
 SMALL = replace(preset("paper-14b"), instances=4, groups=4, group_size=2, steps=4, staleness=1)
 
@@ -201,10 +201,9 @@ def test_a_trainer_that_is_dead_when_the_control_plane_returns_publishes_nothing
 
 def test_a_slow_instance_is_known_by_its_own_measurements() -> None:
     cluster = Cluster(replace(preset("paper-14b"), instances=2, groups=4, group_size=4, steps=3), seed=1)
-    cluster.rollouts[1].engine.speed = 0.5
+    cluster.rollouts[1].engine.instance.speed = 0.5
     cluster.run()
-    table = cluster.control._table
-    assert table is not None
+    table = cluster.control.watch.table
     assert table.fleet.speed.tolist() == pytest.approx([1.0, 0.5], rel=0.1)
     assert cluster.control.cost_error == pytest.approx(0.5, rel=0.2)
 

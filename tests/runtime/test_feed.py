@@ -10,7 +10,7 @@ from staleflow.coordinator.strategies import Consume
 from staleflow.runtime.feed import Feed
 from staleflow.servers.lifecycle import Trajectory
 from tests.runtime.fakes import FakeTrainer
-from tests.servers.worlds import admitted, empty_server, finish
+from tests.servers.small_server import admitted, empty_server, finish
 
 
 class Bench:

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.runtime.fleet import ALL_S, FleetTable, Member
-from staleflow.runtime.ports import Fence, Snapshot
 from staleflow.servers.lifecycle import Group, Trajectory
-from tests.coordinator.situations import COST
+from staleflow.types import Fence
+from tests.coordinator.make_situations import COST
 from tests.runtime.fakes import FakeInstance
 
 HEADROOM = 10
@@ -20,9 +20,9 @@ def trajectories(*contexts: int, first: int = 0) -> list[Trajectory]:
     ]
 
 
-def member(term: int = 1, life: int = 0) -> tuple[Member, FakeInstance]:
-    port = FakeInstance(life=life)
-    return Member(port, term, life=life, version=0), port
+def member(term: int = 1, incarnation: int = 0) -> tuple[Member, FakeInstance]:
+    port = FakeInstance(incarnation=incarnation)
+    return Member(port, term, incarnation, version=0), port
 
 
 def shown(one: Member) -> tuple[int, int, int]:
@@ -52,7 +52,7 @@ def test_a_late_snapshot_never_hides_a_command_and_an_early_one_never_counts_it_
     for kind, many in given_commands:
         if kind == "submit":
             sent = trajectories(*range(100, 100 + many), first=len(after) * 10)
-            one.submit(sent)
+            one.submit(sent, [])
             there += sent
         elif kind == "interrupt" and there:
             leaving, there = there[:many], there[many:]
@@ -68,10 +68,10 @@ def test_a_late_snapshot_never_hides_a_command_and_an_early_one_never_counts_it_
 
 def test_a_snapshot_from_before_the_restart_of_either_side_shows_no_command() -> None:
     for stale in (Fence(1, 5, 9), Fence(2, 4, 9)):
-        one, port = member(term=2, life=5)
-        one.submit(trajectories(300))
+        one, port = member(term=2, incarnation=5)
+        one.submit(trajectories(300), [])
         apply(port, stale, 0, 0)
-        assert shown(one)[:2] == (1, 300), "numbers of another life say nothing about this one"
+        assert shown(one)[:2] == (1, 300), "numbers of another incarnation say nothing about this one"
         apply(port, Fence(2, 5, 1), 1, 300)
         assert shown(one)[:2] == (1, 300)
 
@@ -91,8 +91,8 @@ def test_work_is_routed_by_the_version_after_the_pull() -> None:
 
 
 @settings(derandomize=True, deadline=None)
-@given(st.lists(st.sampled_from(["submit", "interrupt", "abort", "pull", "unknown", "new life", "same life"])))
-def test_fences_leave_no_gap_and_begin_again_only_with_a_new_life(actions: list[str]) -> None:
+@given(st.lists(st.sampled_from(["submit", "interrupt", "abort", "pull", "unknown", "new", "same"])))
+def test_fences_leave_no_gap_and_begin_again_only_with_a_new_incarnation(actions: list[str]) -> None:
     one, port = member(term=3)
     for at, action in enumerate(actions):
         work = trajectories(100, first=at)
@@ -100,34 +100,34 @@ def test_fences_leave_no_gap_and_begin_again_only_with_a_new_life(actions: list[
             one.forget([("p0/0", 1)])
         elif action == "pull":
             one.pull(at)
-        elif action.endswith("life"):
-            port.life += action == "new life"
-            one.revive(port.snapshot())
+        elif action in ("new", "same"):
+            port.incarnation += action == "new"
+            one.revive(port.heard(), newest=0)
         else:
-            getattr(one, action)(work)
+            getattr(one, action)(work, *([[]] if action == "submit" else []))
     previous = Fence(3, 0, 0)
-    for fence in port.fences:
+    for fence in (command.fence for command in port.commands):
         follows = fence == previous._replace(number=previous.number + 1)
-        assert follows or (fence.term == 3 and fence.life > previous.life and fence.number == 1)
+        assert follows or (fence.term == 3 and fence.incarnation > previous.incarnation and fence.number == 1)
         previous = fence
 
 
 def test_an_instance_that_only_seemed_dead_is_told_to_drop_what_went_elsewhere() -> None:
     one, port = member()
     one.alive, one.lost = False, [("p0/0", 1), ("p1/0", 1)]
-    one.revive(port.snapshot())
+    one.revive(port.heard(), newest=0)
     assert one.alive
     assert port.aborted == [("p0/0", 1), ("p1/0", 1)]
     assert one.lost == []
 
 
-def test_a_new_life_holds_nothing_and_is_told_nothing() -> None:
+def test_a_new_incarnation_holds_nothing_and_is_told_nothing() -> None:
     one, port = member()
-    one.submit(trajectories(100))
+    one.submit(trajectories(100), [])
     one.alive, one.lost = False, [("p0/0", 1)]
-    port.life, port.version = 1, -1
-    one.revive(port.snapshot())
-    assert (one.alive, one.life, one.version, one.number) == (True, 1, -1, 0)
+    port.incarnation, port.version = 1, -1
+    one.revive(port.heard(), newest=0)
+    assert (one.alive, one.incarnation, one.version, one.number) == (True, 1, -1, 0)
     assert port.aborted == []
 
 
@@ -140,7 +140,7 @@ def test_only_rows_that_changed_are_read_until_contexts_may_have_grown() -> None
         return [port.looked for port in ports if isinstance(port, FakeInstance)]
 
     table.refresh(0.0)
-    members[1].submit(trajectories(100))
+    members[1].submit(trajectories(100), [])
     assert table.refresh(1.0).running.tolist() == [0, 1]
     assert looked() == [1, 2]
     table.refresh(1.0)
@@ -156,4 +156,3 @@ def test_a_dead_instance_is_in_the_table_but_not_alive() -> None:
     assert table.refresh(0.0).alive[0]
     one.alive, one.touched = False, True
     assert not table.refresh(1.0).alive[0]
-    assert isinstance(port.snapshot(), Snapshot)

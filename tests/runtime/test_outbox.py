@@ -1,12 +1,13 @@
 """What the world hears is durable, in order, and once; and what was lost in a crash nobody has heard of."""
 
+import asyncio
 from random import Random
 
 from staleflow.runtime.outbox import HeldInstance, HeldRewards, HeldTrainer, Outbox
-from staleflow.runtime.ports import Fence
 from staleflow.servers.journal import MemoryJournal
 from staleflow.servers.lifecycle import Group, Trajectory
-from tests.runtime.fakes import FakeInstance, FakeRewards, FakeTrainer
+from staleflow.types import Abort, Fence, Interrupt, Pull, Submit
+from tests.runtime.fakes import FakeInstance, FakeRewards, FakeTrainer, on_virtual_time
 
 
 class Behind(MemoryJournal):
@@ -60,18 +61,21 @@ def test_every_command_is_held_back_and_every_question_is_answered_at_once() -> 
     group = Group("p0", 0, 0, 10, 1)
     fence = Fence(1, 0, 1)
     journal.append(("route",))
-    held.submit(fence, [])
-    held.interrupt(fence, [])
-    held.abort(fence, [])
-    held.pull(fence, 3)
+    for command in (Submit(fence, []), Interrupt(fence, []), Abort(fence, []), Pull(fence, 3)):
+        held.send(command)
     fed.feed(0, [group])
     fed.finish(0)
     scored.score(Trajectory("p0/0", group))
-    assert (instance.fences, trainer.fed, trainer.finished, rewards.asked) == ([], [], [], [])  # in order: none passes
-    assert (held.name, held.snapshot().life, held.held(), fed.durable()) == ("i0", 0, [], 0)
+    assert (instance.commands, trainer.fed, trainer.finished, rewards.asked) == (
+        [],
+        [],
+        [],
+        [],
+    )  # none passes
+    assert (held.name, held.heard().incarnation, held.held(), fed.durable()) == ("i0", 0, [], 0)
     journal.synced = 1
     outbox.release()
-    assert (len(instance.fences), instance.pulls, trainer.fed, trainer.finished) == (4, [3], [(0, "p0")], [0])
+    assert (len(instance.commands), instance.pulls, trainer.fed, trainer.finished) == (4, [3], [(0, "p0")], [0])
     assert rewards.asked == ["p0/0"]
     fed.reset()
     assert trainer.resets == 1
@@ -90,6 +94,21 @@ def test_groups_are_fed_at_once_but_no_step_is_finished_before_it_is_durable() -
     journal.synced = 1
     outbox.release()
     assert (trainer.fed, trainer.finished) == ([(0, "p0"), (1, "p0")], [0])
+
+
+def test_how_long_the_end_of_a_step_waited_for_the_journal_is_told() -> None:
+    async def main() -> None:
+        journal, waits, trainer = Behind(), list[float](), FakeTrainer()
+        outbox = Outbox(journal)
+        held = HeldTrainer(trainer, outbox, waits.append)
+        journal.append(("consume",))
+        held.finish(0)
+        await asyncio.sleep(2.0)
+        journal.synced = 1
+        outbox.release()
+        assert (waits, trainer.finished) == ([2.0], [0])
+
+    on_virtual_time(main())
 
 
 def test_what_becomes_durable_between_the_look_and_the_wait_is_not_waited_for_for_ever() -> None:

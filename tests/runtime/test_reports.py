@@ -5,28 +5,32 @@ import json
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from staleflow.coordinator.decide import Decision
 from staleflow.runtime.control import StalledError
-from tests.runtime.fakes import World, on_virtual_time
-from tests.servers.worlds import state_of
+from staleflow.types import TrajectoryNews
+from tests.runtime.fakes import FakeInstance, World, on_virtual_time
+from tests.servers.small_server import state_of
 
 
-def test_reports_that_are_late_repeated_or_from_another_life_change_nothing() -> None:
+def test_reports_that_are_late_repeated_or_from_another_incarnation_change_nothing() -> None:
     async def main() -> None:
         world = World()
         world.start()
         await asyncio.sleep(1)
-        row = ("p0/0", 1, ((0, 10),))
+        row = TrajectoryNews("p0/0", 1, ((0, 10),))
         instance, control = world.instances["i0"], world.control
-        control.on_report(instance.report(finished=(row,)))
+        control.on_report(instance.report(finished=[row]))
         control.on_scored("p0/0", 1.0)
         before, count = state_of(world.server), world.journal.position
-        for news in ({"finished": (row,)}, {"returned": (row,)}, {"progress": (row,)}):
-            control.on_report(instance.report(**news))
-            control.on_report(instance.report(**news)._replace(life=7, finished=(("p1/0", 1, ((0, 9),)),)))
-            control.on_report(instance.report(**news)._replace(instance="nobody"))
-        control.on_report(instance.report(finished=(("p1/0", 0, ((0, 9),)), ("p1/0", 2, ((0, 9),)))))
+        other = [TrajectoryNews("p1/0", epoch, ((0, 9),)) for epoch in (1, 0, 2)]
+        for kind in ("finished", "returned", "progress"):
+            report = instance.report(**{kind: [row]})
+            control.on_report(report)
+            control.on_report(replace(report, incarnation=7, finished=other[:1]))
+            control.on_report(replace(report, instance="nobody"))
+        control.on_report(instance.report(finished=other[1:]))
         control.on_scored("p0/0", 0.0)
         control.on_scored("p1/0", 1.0)
         control.on_score_failed("p0/0", "late")
@@ -123,7 +127,7 @@ def test_a_step_that_a_release_makes_ready_is_fed_at_once() -> None:
         await asyncio.sleep(1)
         world.finish_and_score("p0/0")  # p1 is of version 0 too, and due in step 1
         world.push()
-        world.control.on_report(world.instances["i0"].report(progress=(("p1/0", 1, ((0, 5),)),), pulled=1))
+        world.control.on_report(world.instances["i0"].report(progress=[TrajectoryNews("p1/0", 1, ((0, 5),))], pulled=1))
         await asyncio.sleep(1)
         world.finish_and_score("p2/0", version=1)
         assert world.trainer.names() == ["p0"], "step 1 waits for p1"
@@ -148,7 +152,7 @@ def test_tokens_of_an_instance_that_seemed_dead_cannot_slip_under_the_bound() ->
         assert silent.state == "queued", "i0 was taken for dead and i1 has no memory for it"
         world.push()
         world.control.on_report(world.instances["i1"].report(pulled=1))
-        world.control.on_report(world.instances["i0"].report(finished=((silent.name, 1, ((0, 50),)),)))
+        world.control.on_report(world.instances["i0"].report(finished=[TrajectoryNews(silent.name, 1, ((0, 50),))]))
         version = world.server.groups["p1"].version
         assert version is not None
         assert all(made >= version for made, _ in silent.spans)
@@ -156,14 +160,88 @@ def test_tokens_of_an_instance_that_seemed_dead_cannot_slip_under_the_bound() ->
     on_virtual_time(main())
 
 
-def test_an_instance_that_joins_again_in_a_new_life_does_not_keep_its_old_work() -> None:
+def test_whether_the_trainer_or_an_instance_tells_of_a_version_first_does_not_matter() -> None:
+    async def main(trainer_first: bool, joins_late: bool) -> tuple[object, ...]:
+        world = World(batch=1, staleness=2)
+        run = world.start()
+        await asyncio.sleep(1)
+        world.finish_and_score("p0/0")
+        late = FakeInstance("late", version=1)
+        tell = {
+            "trainer": world.push,
+            "i0": lambda: world.control.on_report(world.instances["i0"].report(pulled=1)),
+            "late": lambda: world.control.join(late) if joins_late else None,
+        }
+        for each in tell if trainer_first else reversed(tell):
+            tell[each]()
+        tell["i0"]()
+        await asyncio.sleep(5)
+        assert not run.done(), "the ledger was asked about a version that it did not know"
+        versions = {group.name: group.version for group in world.server.groups.values()}
+        members = {each.name: (each.version, each.pulling) for each in world.control.members.values()}
+        return world.server.ledger.counts(), versions, members, [work.trajectory for work in late.submitted]
+
+    for joins_late in (False, True):
+        first, second = (on_virtual_time(main(trainer_first, joins_late)) for trainer_first in (True, False))
+        assert first == second
+
+
+def test_a_version_that_an_instance_sees_early_counts_only_once_it_is_announced() -> None:
+    async def main() -> None:
+        world = World(batch=1, staleness=2)
+        run = world.start()
+        await asyncio.sleep(1)
+        world.finish_and_score("p0/0")
+        member = world.control.members["i0"]
+        world.control.on_report(world.instances["i0"].report(pulled=1))
+        await asyncio.sleep(5)
+        assert not run.done()
+        assert (member.version, world.server.ledger.version) == (0, 0)
+        world.push()
+        assert (member.version, world.server.ledger.version) == (1, 1)
+        assert {group.version for group in world.server.groups.values() if group.version is not None} == {1}
+
+    on_virtual_time(main())
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_nothing_changes_once_the_last_version_is_made(stopped: bool) -> None:
+    """The laptop run that admitted 44 groups instead of 40: a decision was due when the last step was committed."""
+
+    async def main() -> None:
+        world = World(batch=1, staleness=1, instances=("i0", "i1"))
+        run = world.start(steps=5 if stopped else 1)
+        await asyncio.sleep(1)
+        control, instance = world.control, world.instances["i0"]
+        world.finish_and_score("p0/0")
+        if stopped:
+            control.stop()
+            assert not control.over, "step 0 is in training"
+        world.push()
+        before, count, routed = state_of(world.server), world.journal.position, list(instance.submitted)
+        for _ in range(3):
+            control.on_report(instance.report(finished=[TrajectoryNews("p1/0", 1, ((0, 9),))], pulled=1))
+            control.on_scored("p1/0", 1.0)
+            control.on_score_failed("p1/0", "judge is down")
+            control.left("i1")
+            control.join(FakeInstance("i1", incarnation=1))
+            control.on_trainer_lost()
+            control.on_trainer_back()
+            await asyncio.sleep(0)
+        await run
+        assert (state_of(world.server), world.journal.position, instance.submitted) == (before, count, routed)
+
+    on_virtual_time(main())
+
+
+def test_an_instance_that_joins_again_in_a_new_incarnation_does_not_keep_its_old_work() -> None:
     async def main() -> None:
         world = World()
         world.start()
         await asyncio.sleep(1)
         instance = world.instances["i0"]
         work = {each.trajectory for each in instance.submitted}
-        instance.life, instance.submitted = 1, []
+        instance.incarnation, instance.commands = 1, []
         world.control.join(instance)
         await asyncio.sleep(5)
         assert {each.trajectory for each in instance.submitted} == work
@@ -171,7 +249,7 @@ def test_an_instance_that_joins_again_in_a_new_life_does_not_keep_its_old_work()
     on_virtual_time(main())
 
 
-def test_the_drop_of_lost_work_names_the_life_that_was_lost() -> None:
+def test_the_drop_of_lost_work_names_the_epoch_that_was_lost() -> None:
     async def main() -> None:
         world = World(batch=1, staleness=0, instances=("i0", "i1"))
         world.start()
@@ -257,8 +335,8 @@ def test_a_report_that_cannot_be_true_costs_one_trajectory_its_progress_and_nobo
         complaints: list[tuple[str, str]] = []
         world.control.on_bad_report = lambda instance, why: complaints.append((instance, why))
         instance = world.instances["i0"]
-        lie, truth = ("p0/0", 1, ((7, 10),)), ("p1/0", 1, ((0, 10),))
-        world.control.on_report(instance.report(finished=(lie, truth)))
+        lie, truth = TrajectoryNews("p0/0", 1, ((7, 10),)), TrajectoryNews("p1/0", 1, ((0, 10),))
+        world.control.on_report(instance.report(finished=[lie, truth]))
         assert complaints == [("i0", "trajectory p0/0 has tokens of version 7, but the newest that can exist is 0")]
         assert world.server.trajectories["p0/0"].state == "queued"
         assert world.server.trajectories["p1/0"].state == "generated"
@@ -269,13 +347,37 @@ def test_a_report_that_cannot_be_true_costs_one_trajectory_its_progress_and_nobo
     on_virtual_time(main())
 
 
+def test_a_version_that_an_instance_holds_before_the_trainer_has_said_so_does_not_end_the_run() -> None:
+    """The store hands out the newest version, and two messages about it race."""
+
+    async def main() -> None:
+        world = World(batch=1)
+        world.start()
+        await asyncio.sleep(1)
+        world.finish_and_score("p0/0")
+        instance, member = world.instances["i0"], world.control.members["i0"]
+        begun = TrajectoryNews("p1/0", 1, ((1, 5),))
+        world.control.on_report(instance.report(pulled=1))
+        world.control.on_report(instance.report(progress=[begun]))
+        await asyncio.sleep(1)
+        assert (world.server.ledger.version, member.version) == (0, 0)
+        assert world.server.groups["p1"].version == 0
+        world.push()
+        assert (member.version, member.pulling) == (1, None)
+        await asyncio.sleep(1)
+        assert all(work.epoch for work in instance.submitted)
+        assert "p2/0" in {work.trajectory for work in instance.submitted}
+
+    on_virtual_time(main())
+
+
 def test_a_trajectory_that_only_ever_gets_bad_reports_is_given_up_with_its_group() -> None:
     async def main() -> None:
         world = World()
         world.start()
         for epoch in (1, 2, 3):
             await asyncio.sleep(5)
-            world.control.on_report(world.instances["i0"].report(finished=(("p0/0", epoch, ((7, 10),)),)))
+            world.control.on_report(world.instances["i0"].report(finished=[TrajectoryNews("p0/0", epoch, ((7, 10),))]))
         assert "p0" not in world.server.groups
         assert world.server.ledger.counts()["released"] == {"bad reports": 1}
         assert world.server.owed == [0] or "p0.1" in world.server.groups

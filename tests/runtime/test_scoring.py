@@ -68,6 +68,20 @@ def test_a_late_answer_to_an_earlier_try_counts_and_a_second_one_does_not() -> N
     on_virtual_time(main())
 
 
+def test_how_long_an_answer_took_is_told_once() -> None:
+    async def main() -> None:
+        office, seconds = Office(), list[float]()
+        office.scoring.on_answer = seconds.append
+        office.scoring.ask(trajectory())
+        await asyncio.sleep(3.0)
+        office.scoring.answered("p0/0")
+        office.scoring.answered("p0/0")
+        office.scoring.answered("never asked")
+        assert seconds == [3.0]
+
+    on_virtual_time(main())
+
+
 def test_an_answer_that_nobody_waits_for_is_ignored() -> None:
     async def main() -> None:
         office = Office()

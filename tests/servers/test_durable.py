@@ -16,8 +16,8 @@ from staleflow.servers.journal import Event
 from staleflow.servers.payloads import Chunk
 from staleflow.servers.state import recover
 from staleflow.servers.trajectories import TrajectoryServer
-from tests.servers.lives import Life, image, new_server
-from tests.servers.worlds import Source
+from tests.servers.random_server import Life, image, new_server
+from tests.servers.small_server import Source
 
 
 class Pictured(DurableJournal):

@@ -16,7 +16,9 @@ from staleflow.servers.journal import Event
 from staleflow.servers.payloads import Chunk
 from staleflow.servers.state import recover
 from staleflow.servers.trajectories import TrajectoryServer
-from tests.servers.lives import Life, image, new_server
+from tests.servers.random_server import Life, image, new_server
+
+pytestmark = pytest.mark.processes
 
 FORK = multiprocessing.get_context("fork")
 

@@ -88,4 +88,4 @@ def test_the_token_count_never_disagrees_with_the_spans(spans: list[tuple[int, i
     one.stamp(tuple(spans))
     assert one.generated == sum(count for _, count in spans)
     assert one.context == 100 + one.generated
-    assert one.group.started == bool(spans)
+    assert one.group.begun == bool(spans)

@@ -22,8 +22,8 @@ from staleflow.servers.payloads import (
     range_of,
 )
 from staleflow.servers.trajectories import TrajectoryServer
-from tests.servers.lives import LIMITS, Life, content, image, new_server
-from tests.servers.worlds import Source
+from tests.servers.random_server import LIMITS, Life, content, image, new_server
+from tests.servers.small_server import Source
 
 repeatable = settings(derandomize=True, deadline=None)
 

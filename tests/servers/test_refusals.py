@@ -7,7 +7,7 @@ import pytest
 from staleflow.servers.book import group_name, of_group
 from staleflow.servers.lifecycle import Group
 from staleflow.servers.trajectories import TrajectoryServer
-from tests.servers.worlds import admitted, empty_server, finish, run_to_score, state_of
+from tests.servers.small_server import admitted, empty_server, finish, run_to_score, state_of
 
 
 def test_a_prompt_that_was_given_up_comes_again_before_new_ones_under_another_name() -> None:

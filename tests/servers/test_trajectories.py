@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from staleflow.protocol import LedgerError, StalenessLedger
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.types import Spans
-from tests.servers.worlds import ALL, Source, empty_server, run_to_score, state_of
+from tests.servers.small_server import ALL, Source, empty_server, run_to_score, state_of
 
 choice = st.sampled_from(range(4096))
 Answer = TypeVar("Answer")
@@ -150,7 +150,7 @@ class ServerMachine(RuleBasedStateMachine):
     @rule(number=choice, back=choice)
     def renew(self, number: int, back: int) -> None:
         one = self.server.trajectories.get(self.pick(number, "running"))
-        if one and not one.group.started and not one.group.complete:
+        if one and not one.group.begun and not one.group.complete:
             version, was = self.version(back), one.group.version
             self.server.renew(one.group, version)
             assert one.group.version == (was if was is None else max(was, version))

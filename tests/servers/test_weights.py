@@ -12,10 +12,10 @@ from staleflow.servers.weights import segments, slots
 from staleflow.servers.weights.pulling import ATTEMPTS
 from staleflow.servers.weights.segments import WeightsError, attach_segment
 from staleflow.servers.weights.tensors import DTYPES
-from tests.servers import weights_world
-from tests.servers.weights_world import Clock, Server, World, equal, filled, pulled, slots_of, words, zeros
+from tests.servers import weights_store
+from tests.servers.weights_store import Clock, Server, World, equal, filled, pulled, slots_of, words, zeros
 
-registry = weights_world.registry
+registry = weights_store.registry
 
 # Any sequence of events
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from staleflow.servers.weights import LocalParameterServer, reclaim, segments, slots
-from tests.servers.weights_children import (
+from tests.servers.weights_processes import (
     NAME,
     Child,
     filled,
@@ -22,6 +22,8 @@ from tests.servers.weights_children import (
     torn,
     zeros,
 )
+
+pytestmark = pytest.mark.processes
 
 LONGEST_LIFE_S = 0.012
 

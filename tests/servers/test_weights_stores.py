@@ -8,10 +8,10 @@ import torch
 
 from staleflow.servers.weights import ParameterServer, reclaim, segments, slots
 from staleflow.servers.weights.segments import Registry, WeightsError, attach_segment, create_segment
-from tests.servers import weights_world
-from tests.servers.weights_world import Server, Tensors, equal, filled, pulled, slots_of, words, zeros
+from tests.servers import weights_store
+from tests.servers.weights_store import Server, Tensors, equal, filled, pulled, slots_of, words, zeros
 
-registry = weights_world.registry
+registry = weights_store.registry
 
 
 def test_reclaim_removes_the_dead_store_and_neither_of_two_live_ones(registry: Path) -> None:

@@ -10,10 +10,10 @@ import torch
 
 from staleflow.servers.weights.segments import WeightsError, attach_segment
 from staleflow.servers.weights.tensors import CHUNK, DTYPES, same
-from tests.servers import weights_world
-from tests.servers.weights_world import Server, equal, filled, pulled, random_tensor, zeros
+from tests.servers import weights_store
+from tests.servers.weights_store import Server, equal, filled, pulled, random_tensor, zeros
 
-registry = weights_world.registry
+registry = weights_store.registry
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))

@@ -1,15 +1,19 @@
-"""A thousand runs in which things go wrong: nothing is trained too late, twice or never, and every run ends."""
+"""Runs in which things go wrong: nothing is trained too late, twice or never, and every run ends."""
 
 from dataclasses import replace
 
 import pytest
 
-from tests.simulate.scenarios import run, setting_of
+from tests.simulate.random_runs import run, setting_of
 
 CHUNK = 50
+USUAL = 300
+"""So many seeds in every run of the tests; all of the thousand, and ten thousand more, with the slow ones."""
 
 
-@pytest.mark.parametrize("first", range(0, 1000, CHUNK))
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=[pytest.mark.slow] * (first >= USUAL)) for first in range(0, 1000, CHUNK)]
+)
 def test_no_fault_breaks_a_promise(first: int) -> None:
     failed: dict[int, str] = {}
     for seed in range(first, first + CHUNK):
@@ -17,7 +21,13 @@ def test_no_fault_breaks_a_promise(first: int) -> None:
             run(seed)
         except Exception as error:
             failed[seed] = f"{type(error).__name__}: {error}"
-    assert not failed, "rerun with python -m tests.simulate.scenarios SEED"
+    assert not failed, "rerun with python -m tests.simulate.random_runs SEED"
+
+
+@pytest.mark.parametrize("first", range(3000, 3100, CHUNK))
+def test_a_version_that_is_seen_before_the_trainers_word_of_it_ends_no_run(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        run(seed, names=("late_word", "late_word", "crash", "late_join", "kill_trainer_after_push", "kill_control"))
 
 
 @pytest.mark.parametrize("seed", [3, 9, 139, 400, 777])
@@ -29,7 +39,7 @@ def test_the_same_seed_gives_the_same_run_to_the_last_event(seed: int) -> None:
 def test_without_faults_and_without_surplus_no_token_is_wasted(seed: int) -> None:
     setting = setting_of(seed)
     strategies = replace(setting.strategies, tail="wait")
-    lossless = replace(setting, redundancy=0, extra_members=0, filter_uniform=False, strategies=strategies)
+    lossless = replace(setting, redundancy=0, extra_members=0, filter="none", strategies=strategies)
     assert not run(seed, count=0, setting=lossless).recorder.wasted
 
 

@@ -10,7 +10,7 @@ from staleflow.simulate import invariants
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.recorder import Recorder
 from staleflow.simulate.trainer import SimTrainer
-from tests.simulate.scenarios import setting_of
+from tests.simulate.random_runs import setting_of
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

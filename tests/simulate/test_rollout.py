@@ -1,16 +1,18 @@
-"""The simulated worker keeps the promises that a real one must: order of commands, lives, versions on tokens."""
+"""The host of a worker under simulation: incarnations, pulls that take time, what is streamed when."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from staleflow.runtime.ports import Fence, Report, Work
 from staleflow.simulate.clock import VirtualLoop
 from staleflow.simulate.cluster import Cluster
+from staleflow.simulate.engine import SimEngine
 from staleflow.simulate.instance import Instance
-from staleflow.simulate.presets import preset
-from staleflow.simulate.rollout import STREAM_S, SimRollout
+from staleflow.simulate.rollout import SimRollout
+from staleflow.simulate.setting import preset
 from staleflow.simulate.weights import SimWeights
+from staleflow.types import Abort, Fence, Pull, Report, Submit, Work
+from staleflow.workers.rollout import STREAM_S
 
 STEP = preset("paper-14b").rollout
 LENGTH = 50
@@ -23,15 +25,8 @@ class Worker:
         self.loop = VirtualLoop()
         self.weights = SimWeights(nbytes=1e9, link_bandwidth=1e9, total_bandwidth=1e12)
         self.reports: list[Report] = []
-        self.rollout = SimRollout(
-            "i0",
-            self.loop,
-            Instance(STEP, kv_blocks=1_000),
-            self.weights,
-            lambda _: LENGTH,
-            self.reports.append,
-            lambda _name, _tokens: None,
-        )
+        engine = SimEngine(Instance(STEP, kv_blocks=1_000), lambda _: LENGTH, version=-1)
+        self.rollout = SimRollout("i0", self.loop, engine, self.weights, self.reports.append)
 
     def run(self, script: Callable[[], None]) -> list[Report]:
         async def main() -> None:
@@ -42,51 +37,23 @@ class Worker:
         return self.reports
 
     def finished(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        return {name: spans for report in self.reports for name, _, spans in report.finished}
+        return {each.trajectory: each.spans for report in self.reports for each in report.finished}
 
 
 def work(name: str, epoch: int = 1) -> list[Work]:
     return [Work(name, epoch, name, 64, ())]
 
 
-def test_commands_are_applied_in_order_whatever_order_they_come_in_and_once() -> None:
+def test_a_command_to_an_earlier_incarnation_is_ignored_and_does_not_take_the_number_of_a_new_one() -> None:
     worker = Worker()
 
     def script() -> None:
-        worker.rollout.submit(Fence(1, 0, 2), work("a"))
-        worker.rollout.submit(Fence(1, 0, 2), work("a"))
-        assert worker.rollout.held() == []
-        worker.rollout.pull(Fence(1, 0, 1), 0)
-        worker.rollout.pull(Fence(1, 0, 1), 0)
-        assert worker.rollout.held() == [("a", 1)]
-
-    worker.run(script)
-    assert worker.finished() == {"a": ((0, LENGTH),)}
-    assert [report.pulled for report in worker.reports if report.pulled is not None] == [0]
-
-
-def test_a_command_to_an_earlier_life_is_ignored_and_does_not_take_the_number_of_a_new_one() -> None:
-    worker = Worker()
-
-    def script() -> None:
-        worker.rollout.pull(Fence(1, 0, 1), 0)
+        worker.rollout.send(Pull(Fence(1, 0, 1), 0))
         worker.rollout.crash()
         worker.rollout.restart()
-        worker.rollout.submit(Fence(1, 0, 2), work("old"))
-        worker.rollout.pull(Fence(1, 1, 1), 0)
-        worker.rollout.submit(Fence(1, 1, 2), work("new"))
-
-    worker.run(script)
-    assert set(worker.finished()) == {"new"}
-
-
-def test_a_new_control_plane_is_heard_and_the_old_one_no_more() -> None:
-    worker = Worker()
-
-    def script() -> None:
-        worker.rollout.pull(Fence(1, 0, 1), 0)
-        worker.rollout.submit(Fence(2, 0, 1), work("new"))
-        worker.rollout.submit(Fence(1, 0, 2), work("old"))
+        worker.rollout.send(Submit(Fence(1, 0, 2), work("old")))
+        worker.rollout.send(Pull(Fence(1, 1, 1), 0))
+        worker.rollout.send(Submit(Fence(1, 1, 2), work("new")))
 
     worker.run(script)
     assert set(worker.finished()) == {"new"}
@@ -96,8 +63,8 @@ def test_a_pull_of_a_version_that_is_there_is_answered_or_the_control_plane_woul
     worker = Worker()
 
     def script() -> None:
-        worker.rollout.pull(Fence(1, 0, 1), 0)
-        worker.loop.at(20.0, worker.rollout.pull, Fence(2, 0, 1), 0)
+        worker.rollout.send(Pull(Fence(1, 0, 1), 0))
+        worker.loop.at(20.0, worker.rollout.send, Pull(Fence(2, 0, 1), 0))
 
     worker.run(script)
     assert [report.pulled for report in worker.reports] == [0, 0]
@@ -108,35 +75,60 @@ def test_a_version_asked_for_during_a_pull_is_loaded_before_another_token_is_mad
     worker.weights.version = 2
 
     def script() -> None:
-        worker.rollout.pull(Fence(1, 0, 1), 1)
-        worker.rollout.pull(Fence(1, 0, 2), 2)
-        worker.rollout.submit(Fence(1, 0, 3), work("a"))
+        worker.rollout.send(Pull(Fence(1, 0, 1), 1))
+        worker.rollout.send(Pull(Fence(1, 0, 2), 2))
+        worker.rollout.send(Submit(Fence(1, 0, 3), work("a")))
 
     worker.run(script)
     assert worker.finished() == {"a": ((2, LENGTH),)}
 
 
-def test_a_trajectory_that_comes_again_before_its_first_life_has_left_is_kept_apart() -> None:
+def test_a_trajectory_that_comes_again_before_the_first_has_left_is_kept_apart() -> None:
     worker = Worker()
 
     def script() -> None:
-        worker.rollout.pull(Fence(1, 0, 1), 0)
-        worker.rollout.submit(Fence(1, 0, 2), work("a", epoch=1))
-        worker.rollout.abort(Fence(1, 0, 3), [("a", 1)])
-        worker.rollout.submit(Fence(1, 0, 4), work("a", epoch=2))
+        worker.rollout.send(Pull(Fence(1, 0, 1), 0))
+        worker.rollout.send(Submit(Fence(1, 0, 2), work("a", epoch=1)))
+        worker.rollout.send(Abort(Fence(1, 0, 3), [("a", 1)]))
+        worker.rollout.send(Submit(Fence(1, 0, 4), work("a", epoch=2)))
 
     worker.run(script)
-    assert [row[:2] for report in worker.reports for row in report.finished] == [("a", 2)]
+    assert [(each.trajectory, each.epoch) for report in worker.reports for each in report.finished] == [("a", 2)]
+
+
+def test_messages_wait_while_it_hangs_and_nothing_is_said() -> None:
+    worker = Worker()
+
+    def script() -> None:
+        worker.rollout.send(Pull(Fence(1, 0, 1), 0))
+        worker.loop.at(5.0, worker.rollout.send, Submit(Fence(1, 0, 2), work("a")))
+        worker.loop.at(5.1, worker.rollout.hang, 30.0)
+        worker.loop.at(6.0, worker.rollout.send, Submit(Fence(1, 0, 3), work("b")))
+        worker.loop.at(20.0, lambda: said.extend([len(worker.reports), worker.rollout.heard().time]))
+        worker.loop.at(34.0, lambda: said.append(len(worker.reports)))
+
+    said: list[float] = []
+    worker.run(script)
+    count, heard_at, later = said
+    assert (count, heard_at) == (later, 5.1)
+    assert set(worker.finished()) == {"a", "b"}
+
+
+def test_a_pull_may_bring_a_newer_version_than_was_asked_for() -> None:
+    worker = Worker()
+    worker.weights.version = 3
+    worker.run(lambda: worker.rollout.send(Pull(Fence(1, 0, 1), 1)))
+    assert [report.pulled for report in worker.reports] == [3]
 
 
 def test_tokens_carry_the_version_that_made_them_over_a_pull() -> None:
     worker = Worker()
-    worker.weights.version = 1
 
     def script() -> None:
-        worker.rollout.pull(Fence(1, 0, 1), 0)
-        worker.rollout.submit(Fence(1, 0, 2), work("a"))
-        worker.loop.at(1.3, worker.rollout.pull, Fence(1, 0, 3), 1)
+        worker.rollout.send(Pull(Fence(1, 0, 1), 0))
+        worker.rollout.send(Submit(Fence(1, 0, 2), work("a")))
+        worker.loop.at(1.2, lambda: setattr(worker.weights, "version", 1))
+        worker.loop.at(1.3, worker.rollout.send, Pull(Fence(1, 0, 3), 1))
 
     worker.run(script)
     spans = worker.finished()["a"]
@@ -153,9 +145,9 @@ def test_when_a_version_is_published_the_server_knows_how_large_everything_is() 
     def pushed(version: int) -> None:
         now = cluster.loop.now
         for rollout in cluster.rollouts:
-            for name, generated in rollout.engine.progress(now):
-                known = cluster.control.server.trajectories[rollout._held[name].trajectory].generated
-                behind.append(generated - known)
+            for name, _ in rollout.held():
+                generated = rollout.engine.instance.generated(rollout.engine._held[name].name, now)
+                behind.append(generated - cluster.control.server.trajectories[name].generated)
         told(version)
 
     cluster.control.on_pushed = pushed  # type: ignore[method-assign]

@@ -10,14 +10,25 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev, variance
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.simulate.lengths import Bimodal, Constant, Distribution, Empirical, Lognormal, PowerLaw, Uniform
-from staleflow.simulate.lengths.distributions import QuantileTable, servegen_r1_output
-from staleflow.simulate.workload import Sampled, Trace, Workload, WorkloadError, load_trace, servegen_r1
+from staleflow.errors import ConfigError
+from staleflow.simulate.lengths import (
+    Bimodal,
+    Constant,
+    Distribution,
+    Lognormal,
+    PowerLaw,
+    QuantileTable,
+    Uniform,
+    servegen_r1_output,
+)
+from staleflow.simulate.trace import Trace, read_trace
+from staleflow.simulate.workload import Sampled, Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = ROOT.parent / "shared" / "data" / "length-traces"
@@ -33,10 +44,17 @@ DISTRIBUTIONS: list[tuple[Distribution, float]] = [
     (Bimodal(200, 4000, long_share=0.1), 580),
     (Bimodal(200, 4000, long_share=0.0), 200),
     (Bimodal(200, 4000, long_share=1.0), 4000),
-    (Empirical((4000, 200, 200)), 4400 / 3),
     (QuantileTable((0, 0.5, 1), (100, 100, 300)), 150),
     (servegen_r1_output(), 1527.42),
 ]
+
+
+def servegen_r1(between: float = 0.0, *, scale: float = 1.0, max_tokens: int = 20_000, seed: int = 0) -> Workload:
+    return Workload(Sampled(servegen_r1_output(), between=between, seed=seed), max_tokens=max_tokens, scale=scale)
+
+
+def load_trace(path: Path, scale: float = 1.0, max_tokens: int = 1 << 20, **more: Any) -> Workload:
+    return Workload(read_trace(path, **more), max_tokens=max_tokens, scale=scale)
 
 
 def lengths(workload: Workload, prompts: int, samples: int) -> list[list[int]]:
@@ -171,7 +189,7 @@ def test_the_packaged_table_is_the_histogram_it_came_from(tmp_path: Path, monkey
     written = tmp_path / "table.csv"
     monkeypatch.setattr(sys, "argv", ["derive_lengths.py", str(HISTOGRAM), "--to", str(written)])
     runpy.run_path(str(ROOT / "scripts" / "derive_lengths.py"), run_name="__main__")
-    packaged = ROOT / "staleflow" / "simulate" / "lengths" / "servegen_r1_output.csv"
+    packaged = ROOT / "staleflow" / "simulate" / "data" / "servegen_r1_output.csv"
     assert written.read_text() == packaged.read_text()
 
 
@@ -253,7 +271,7 @@ TWO = "prompt_tokens,output_tokens\n"
 )  # fmt: skip
 def test_a_bad_trace_is_told_in_one_line(tmp_path: Path, text: str, message: str):
     path = write(tmp_path / "bad.csv", text)
-    with pytest.raises(WorkloadError) as raised:
+    with pytest.raises(ConfigError) as raised:
         load_trace(path)
     assert str(raised.value) == f"{path}: {message}"
     assert len(str(raised.value).splitlines()) == 1
@@ -263,10 +281,10 @@ def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path: Path):
     (tmp_path / "plain.csv.gz").write_text(GROUPED)
     (tmp_path / "cut.csv.gz").write_bytes(gzip.compress(GROUPED.encode())[:-9])
     (tmp_path / "latin.csv").write_bytes(b"group\xe9\n")
-    with pytest.raises(WorkloadError, match=r"absent\.csv: no such file: write the path of a \.csv"):
+    with pytest.raises(ConfigError, match=r"absent\.csv: no such file: write the path of a \.csv"):
         load_trace(tmp_path / "absent.csv")
     for path in (tmp_path, *tmp_path.iterdir()):
-        with pytest.raises(WorkloadError, match=r"cannot be read \(.*\): write the path of") as raised:
+        with pytest.raises(ConfigError, match=r"cannot be read \(.*\): write the path of") as raised:
             load_trace(path)
         assert len(str(raised.value).splitlines()) == 1
 
@@ -274,7 +292,7 @@ def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path: Path):
 @given(st.text(alphabet="ab,1\n\"' -.\r\0é", max_size=60), st.sampled_from(["", TWO, "group," + TWO]))
 def test_no_text_makes_a_trace_fail_otherwise(tmp_path_factory: pytest.TempPathFactory, text: str, header: str):
     path = write(tmp_path_factory.getbasetemp() / "any.csv", header + text)
-    with suppress(WorkloadError):
+    with suppress(ConfigError):
         assert load_trace(path).length(0, 0) >= 1
 
 
@@ -288,12 +306,11 @@ def test_no_text_makes_a_trace_fail_otherwise(tmp_path_factory: pytest.TempPathF
         (lambda: Uniform(5, 4), "high is 4: write a number from low = 5 upwards"),
         (lambda: Lognormal(math.nan, 1), "median is nan: write a number above 0 and at most 1e+12"),
         (lambda: Bimodal(100, 110, 0.5), "long is 110: write at least 122.222, so that the modes stay apart"),
-        (lambda: Empirical(()), "values is (): write at least one length"),
         (lambda: QuantileTable((0, 1), (2, 1)), "a value is 1: write one not below its predecessor 2"),
         (lambda: Trace((), ()), "prompts is (): write at least one prompt length"),
     ],
 )  # fmt: skip
 def test_a_workload_that_cannot_be_is_refused_when_it_is_made(make, message: str):
-    with pytest.raises(WorkloadError) as raised:
+    with pytest.raises(ConfigError) as raised:
         make()
     assert str(raised.value) == message

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from staleflow.cli import main
-from staleflow.simulate.presets import preset
+from staleflow.simulate.setting import preset
 from staleflow.study import parallel
 from staleflow.study.compare import Comparison, Row, first_counted, half_width, simulated, speed
 from staleflow.study.peers import POLICIES, STALEFLOW, chosen
@@ -33,7 +33,7 @@ def compare(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 def test_the_object_has_the_names_that_outside_checks_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
     result = compare(capsys, "--policies", "all", "--staleness", "1,2", "--seeds", "2")
-    assert list(result) == ["preset", "limit_tokens_per_s", "rows"]
+    assert list(result) == ["preset", "limit_tokens_per_s", "rows", "notes"]
     assert result["preset"] == "paper-14b"
     rows = result["rows"]
     assert [(row["staleness"], row["policy"]) for row in rows] == [(b, name) for b in (1, 2) for name in POLICIES]
@@ -140,8 +140,9 @@ def test_tables_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     for word in ("bound 1", "bound 2", "staleflow", "discard", "over age", "No-bubble limit", "% law", "shift"):
         assert word in text
     picture = path.read_text()
-    ElementTree.fromstring(picture)
-    assert picture.count("<title>") == 3, "the chart, and the timelines of ours and of the best bounded peer"
+    texts = [each.text or "" for each in ElementTree.fromstring(picture).iter() if each.tag.endswith("text")]
+    assert sum("staleness bound (dashed" in each for each in texts) == 1, "the chart"
+    assert [each.split(", ")[1] for each in texts if "seed 0:" in each] == ["staleflow", "discard"], "and timelines"
 
 
 def test_a_whole_number_of_circles_is_measured_after_the_start() -> None:
@@ -186,22 +187,22 @@ def test_faults_happen_to_ours(capsys: pytest.CaptureFixture[str]) -> None:
         ("--policies nope", "policy 'nope' is unknown; choose from staleflow"),
         ("--policies window_wai", "did you mean window_wait?"),
         ("--policies ,", "--policies is empty"),
-        ("policy=quota", "policy=quota contradicts --policies all"),
+        ("policy=quota", "policy is now the option --policy of simulate, or --policies of compare"),
         ("--staleness 1,x", "give such as 1,2,3"),
-        ("--staleness -1", "staleness=-1 is impossible"),
+        ("--staleness -1", "staleness=-1 is too low: give 0 or more"),
         ("--staleness 1 staleness=2", "staleness is given twice"),
         ("--seeds 0", "--seeds 0 is impossible"),
-        ("--jobs 0", "--jobs 0 is impossible; give 1 or more"),
+        ("--jobs 0", "--jobs 0 is impossible: give 1 or more"),
         ("--jobs all", "invalid int value: 'all'"),
         ("--faults 3", "--faults 3 is impossible for synchronous"),
         ("redundancy=2", "redundancy=2 is impossible for synchronous"),
         ("--gpus 1", "--gpus 1 are too few"),
-        ("--gpus 40", "are 14 GPUs, not --gpus 40; leave one of the three out"),
-        ("lengths=long scale=2", "lengths=long says what scale is; leave one out"),
-        ("lengths=nope", "lengths=nope is unknown; choose one of independent, correlated, long"),
+        ("--gpus 40", "are 14 GPUs, not --gpus 40: leave one of the three out"),
+        ("lengths=long scale=2", "cluster.lengths=long says what scale=2 is: leave one out"),
+        ("lengths=nope", "cluster.lengths=nope: write one of independent, correlated, long"),
         ("--trace bad.csv", "bad.csv: line 3: output_tokens is '-5'"),
         ("--trace gap.csv", "gap.csv: line 2: output_tokens is missing"),
-        ("--trace bad.csv lengths=long", "lengths has no meaning with --trace"),
+        ("--trace bad.csv lengths=long", "cluster.lengths has no meaning with a trace"),
         ("--picture out.png", "give a name that ends in .svg"),
         ("--policy quota", "unrecognized arguments: --policy"),
     ],
@@ -226,7 +227,7 @@ def test_what_cannot_be_compared_is_one_line_and_exit_code_2(
 
 def test_an_instance_on_more_gpus_than_there_are_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--preset", "paper-32b", "--gpus", "40", "training_gpus=40"]) == 2
-    assert "training_gpus=40 of 40 leaves no instance of 2 GPUs; give 1 to 38" in capsys.readouterr().err
+    assert "cluster.training_gpus=40 of 40 leaves no instance of 2 GPUs: give 1 to 38" in capsys.readouterr().err
 
 
 def test_a_run_is_a_plain_row() -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.simulate.presets import Setting, preset
-from staleflow.study.law import Work, ceiling, work_of
+from staleflow.simulate.setting import Setting, preset
+from staleflow.study.law import BatchWork, ceiling, work_of
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "lanes.py"
 
 
 @pytest.fixture(scope="module")
-def lanes() -> Callable[[Setting, Work, int], float]:
+def lanes() -> Callable[[Setting, BatchWork, int], float]:
     spec = importlib.util.spec_from_file_location("lanes", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -25,7 +25,7 @@ def lanes() -> Callable[[Setting, Work, int], float]:
 
 @pytest.mark.parametrize("staleness", [1, 4])
 def test_lanes_keep_the_law_and_two_allow_no_less_than_one(
-    lanes: Callable[[Setting, Work, int], float], staleness: int
+    lanes: Callable[[Setting, BatchWork, int], float], staleness: int
 ) -> None:
     setting = replace(preset("paper-14b"), groups=16, instances=6, training_gpus=6, staleness=staleness)
     work = work_of(setting)
@@ -33,7 +33,7 @@ def test_lanes_keep_the_law_and_two_allow_no_less_than_one(
     assert 0 < one <= two <= ceiling(setting, True, work).tokens_per_s * (1 + 1e-9)
 
 
-def test_a_looser_bound_allows_more_until_training_binds(lanes: Callable[[Setting, Work, int], float]) -> None:
+def test_a_looser_bound_allows_more_until_training_binds(lanes: Callable[[Setting, BatchWork, int], float]) -> None:
     setting = replace(preset("paper-14b"), groups=16, instances=6, training_gpus=6)
     work = work_of(setting)
     found = [lanes(replace(setting, staleness=bound), work, 1) for bound in (1, 2, 4, 8)]

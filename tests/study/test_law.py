@@ -6,13 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from staleflow.config import PRESETS
 from staleflow.simulate.cluster import Cluster
-from staleflow.simulate.presets import PRESETS, preset, with_lengths, with_split
-from staleflow.simulate.workload import Constant, Sampled, Workload
+from staleflow.simulate.lengths import Constant
+from staleflow.simulate.setting import preset, with_split
+from staleflow.simulate.workload import Sampled, Workload
 from staleflow.study.law import balance, ceiling, even_ceiling, in_turn, law, limit, splits, work_of
 from staleflow.study.peers import POLICIES, VARIANTS
 from staleflow.study.result import throughput
 
+PAPERS = [name for name in PRESETS if name.startswith("paper")]
 BASE = with_split(preset("paper-14b"), 32)
 SMALL = replace(BASE, instances=6, training_gpus=8, groups=8, group_size=4, steps=12, staleness=1)
 
@@ -32,9 +35,9 @@ def test_terms_of_constant_lengths_can_be_done_by_hand() -> None:
     assert law(setting, streamed=True, work=work).tail_s < terms.tail_s
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("name", PAPERS)
 def test_presets_split_all_their_gpus_and_the_best_split_is_the_limit(name: str) -> None:
-    setting = PRESETS[name]
+    setting = preset(name)
     assert setting.gpus == (128 if name.endswith("-128") else 64)
     setting.check()
     work = work_of(setting)
@@ -47,7 +50,7 @@ def test_presets_split_all_their_gpus_and_the_best_split_is_the_limit(name: str)
 
 
 def test_a_larger_bound_never_lowers_the_ceiling_and_streaming_raises_it() -> None:
-    setting = with_lengths(preset("paper-30b-a3b-128"), "independent")
+    setting = preset("paper-30b-a3b-128", "lengths=independent")
     work = work_of(setting)
     for streamed in (False, True):
         laws = [ceiling(replace(setting, staleness=bound), streamed, work).tokens_per_s for bound in range(5)]
@@ -56,10 +59,10 @@ def test_a_larger_bound_never_lowers_the_ceiling_and_streaming_raises_it() -> No
     assert ceiling(setting, True, work).tokens_per_s <= limit(setting, work)
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("name", PAPERS)
 @pytest.mark.parametrize("streamed", [True, False])
 def test_an_even_fleet_is_no_faster_than_the_law_allows(name: str, streamed: bool) -> None:
-    setting = PRESETS[name]
+    setting = preset(name)
     work = work_of(setting)
     even, law_ = even_ceiling(setting, streamed, work), ceiling(setting, streamed, work).tokens_per_s
     assert 0.5 * law_ < even <= law_ * (1 + 1e-12)

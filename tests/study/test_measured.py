@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.shared_cores import alone, teaches
 from staleflow.errors import ConfigError
-from staleflow.simulate.presets import preset
-from staleflow.simulate.workload import Trace
+from staleflow.simulate.trace import Trace
 from staleflow.study.measured import line, read_run, training_costs
 
-BASE = preset("paper-14b")
 SUMMARY: dict[str, Any] = {
     "groups": 2, "group_size": 2, "staleness": 1, "instances": 2, "training_gpus": 1,
     "kv_tokens": 4096, "max_running": 8, "chunk": 64, "redundancy": 1, "extra_members": 0,
@@ -49,8 +48,8 @@ def run_directory(folder: Path, summary: dict[str, Any] | None = None, **changes
 
 
 def test_everything_that_was_measured_is_applied(tmp_path: Path) -> None:
-    setting = read_run(run_directory(tmp_path)).apply(BASE)
-    assert (setting.kv_tokens, setting.max_running, setting.chunk, setting.redundancy) == (4096, 8, 64, 1)
+    setting = read_run(run_directory(tmp_path)).setting()
+    assert (setting.kv_tokens, setting.max_running, setting.prefill_tokens, setting.redundancy) == (4096, 8, 64, 1)
     assert (setting.strategies.consume, setting.strategies.headroom) == ("batch", 64)
     assert (setting.cycle_s, setting.push_s) == (0.05, 0.03)
     assert setting.reward_s == pytest.approx(0.03), "the report and the reward, one after the other"
@@ -62,7 +61,7 @@ def test_everything_that_was_measured_is_applied(tmp_path: Path) -> None:
 
 def test_alone_is_cpu_seconds_of_what_teaches(tmp_path: Path) -> None:
     run = read_run(run_directory(tmp_path))
-    setting = run.alone(BASE)
+    setting = alone(run)
     assert setting.rollout.floor == pytest.approx(0.001), "instances had half of a core"
     assert setting.trainer_fixed_s == pytest.approx(0.05), "and so had the trainer"
     assert setting.trainer_per_token_gpu_s == pytest.approx(0.0005)
@@ -71,10 +70,10 @@ def test_alone_is_cpu_seconds_of_what_teaches(tmp_path: Path) -> None:
 
 def test_groups_are_asked_in_the_order_of_their_prompts(tmp_path: Path) -> None:
     run = read_run(run_directory(tmp_path))
-    source = run.apply(BASE).workload.source
+    source = run.setting().workload.source
     assert isinstance(source, Trace)
     assert source.outputs[:2] == ((30, 30), (50, 50)), "prompt 0 was trained after prompt 1"
-    assert [run.teaches(prompt) for prompt in (0, 1, 2, 24, 25)] == [False, True, False, False, True]
+    assert [teaches(run)(prompt) for prompt in (0, 1, 2, 24, 25)] == [False, True, False, False, True]
 
 
 @pytest.mark.parametrize("missing", ["prompts", "signal"])
@@ -82,14 +81,14 @@ def test_without_knowing_which_groups_teach_all_of_them_cost(tmp_path: Path, mis
     nothing: dict[str, Any] = {missing: []}
     run = read_run(run_directory(tmp_path, None, **nothing))
     assert run.training.per_taught_token_s == 0
-    assert run.teaches(0)
-    assert run.alone(BASE).trainer_per_token_gpu_s == pytest.approx(0.5 * run.training.per_token_s)
+    assert teaches(run)(0)
+    assert alone(run).trainer_per_token_gpu_s == pytest.approx(0.5 * run.training.per_token_s)
 
 
 def test_a_run_without_cpu_times_cannot_be_alone(tmp_path: Path) -> None:
     run = read_run(run_directory(tmp_path, {"instance_cpu_share": None}))
     with pytest.raises(ConfigError, match="does not say what CPU time"):
-        run.alone(BASE)
+        alone(run)
 
 
 def test_few_steps_cost_by_the_token_alone() -> None:
@@ -119,21 +118,21 @@ def test_no_step_and_no_token_costs_less_than_nothing(points: list[tuple[float, 
         ({"pull_s": -1}, {}, "pull_s is -1"),
         ({"reward_s": "long"}, {}, "reward_s is 'long'"),
         ({"strategies": 3}, {}, "strategies is 3"),
-        ({}, {"prompts": 7}, "line 1: prompts is 7"),
-        ({}, {"prompts": ["a"]}, "line 1: prompts is ['a']"),
-        ({}, {"signal": [1, 0]}, "line 1: signal is [1, 0]"),
+        ({}, {"prompts": 7}, "step 1: prompts is 7"),
+        ({}, {"prompts": ["a"]}, "step 1: prompts is ['a']"),
+        ({}, {"signal": [1, 0]}, "step 1: signal is [1, 0]"),
     ],
 )
 def test_what_cannot_be_true_is_one_line(
     tmp_path: Path, summary: dict[str, Any], changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_run(run_directory(tmp_path, summary, **changes))
+        read_run(run_directory(tmp_path, summary, **changes)).setting()
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_strategy_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
     run = read_run(run_directory(tmp_path, {"strategies": {"consume": "never"}}))
-    with pytest.raises(ConfigError, match="consume=never is unknown"):
-        run.apply(BASE)
+    with pytest.raises(ConfigError, match=r"strategies\.consume=never: write one of stream, batch"):
+        run.setting()

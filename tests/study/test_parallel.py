@@ -11,8 +11,9 @@ from staleflow.errors import ConfigError
 from staleflow.protocol.ledger import LedgerError
 from staleflow.runtime.control import StalledError
 from staleflow.simulate.clock import DeadlockError
-from staleflow.simulate.workload import WorkloadError
 from staleflow.study.parallel import ONE_THREAD, Row, Run, Runner, Unit
+
+pytestmark = pytest.mark.processes
 
 
 def seen(number: int) -> Row:
@@ -69,7 +70,7 @@ def test_what_cannot_be_is_refused_before_anything_runs() -> None:
     assert runs == {}
 
 
-@pytest.mark.parametrize("kind", [ConfigError, WorkloadError, LedgerError, StalledError, DeadlockError])
+@pytest.mark.parametrize("kind", [ConfigError, LedgerError, StalledError, DeadlockError])
 def test_an_error_survives_the_way_between_processes(kind: type[Exception]) -> None:
     error = pickle.loads(pickle.dumps(kind("what is wrong")))
     assert type(error) is kind

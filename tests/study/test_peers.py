@@ -11,9 +11,10 @@ from staleflow.errors import ConfigError
 from staleflow.protocol.ledger import LedgerError
 from staleflow.simulate import invariants
 from staleflow.simulate.cluster import Cluster
+from staleflow.simulate.lengths import Bimodal
 from staleflow.simulate.policy import RESHARD_S
-from staleflow.simulate.presets import Setting, preset, with_lengths
-from staleflow.simulate.workload import Bimodal, Sampled, Workload
+from staleflow.simulate.setting import Setting, preset
+from staleflow.simulate.workload import Sampled, Workload
 from staleflow.study.peers import (
     PEERS,
     POLICIES,
@@ -127,7 +128,7 @@ def test_ours_runs_on_literal_slots_too(policy: Policy) -> None:
 
 
 def test_groups_without_signal_are_replaced_under_every_policy() -> None:
-    setting = replace(SMALL, filter_uniform=True, reward_success=0.7, steps=4)
+    setting = replace(SMALL, filter="no-signal", reward_success=0.7, steps=4)
     for policy in POLICIES.values():
         result = row(run(policy, setting), 1.0)
         assert result["wasted"]["no signal"] > 0
@@ -226,7 +227,10 @@ def test_redundancy_is_not_what_peers_do() -> None:
 
 
 def test_variants_of_lengths_change_what_they_say() -> None:
-    means = {name: with_lengths(SMALL, name).workload.mean_tokens() for name in ("independent", "correlated", "long")}
+    means = {
+        name: preset("paper-14b", f"lengths={name}").workload.mean_tokens()
+        for name in ("independent", "correlated", "long")
+    }
     assert means["independent"] == means["correlated"]
     assert 5_000 < means["long"] < 6_000
 

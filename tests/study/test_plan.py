@@ -9,9 +9,12 @@ from xml.etree import ElementTree
 import pytest
 
 from staleflow.cli import main
+from staleflow.config import load, to_yaml
 from staleflow.errors import ConfigError
-from staleflow.simulate.presets import preset
-from staleflow.simulate.workload import Constant, Sampled, Trace
+from staleflow.simulate.lengths import Constant
+from staleflow.simulate.setting import preset
+from staleflow.simulate.trace import Trace
+from staleflow.simulate.workload import Sampled
 from staleflow.study.measured import read_run
 from staleflow.study.plan import Search, make_plan
 
@@ -92,7 +95,8 @@ def run_directory(folder: Path, **changes: Any) -> Path:
     lengths = [40, 60, 50, 400, 30, 45, 80, 120]
     step = {"step": 0, "time": 3.0, "lengths": lengths, "tokens": sum(lengths), "prompt_tokens": 80, "train_s": 1.5}
     step = {key: value for key, value in (step | changes).items() if value is not None}
-    (folder / "metrics.jsonl").write_text(f"{json.dumps(step)}\n{json.dumps(step)}\n")
+    rows = [step | {"step": at} for at in range(2)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     summary = {"groups": 2, "group_size": 4, "staleness": 1, "instances": 2, "training_gpus": 1, "reward": 0.5}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
@@ -100,7 +104,7 @@ def run_directory(folder: Path, **changes: Any) -> Path:
 
 def test_a_run_brings_its_own_lengths_and_costs(tmp_path: Path) -> None:
     run = read_run(str(run_directory(tmp_path)))
-    setting = run.apply(preset("paper-14b"))
+    setting = run.setting()
     source = setting.workload.source
     assert isinstance(source, Trace)
     assert source.outputs[0] == (40, 60, 50, 400)
@@ -114,7 +118,19 @@ def test_the_profile_of_a_run_is_used(tmp_path: Path) -> None:
     folder = run_directory(tmp_path)
     names = ("floor", "base", "per_sequence", "fixed", "per_context_token", "per_prefill_token")
     (folder / "profile.json").write_text(json.dumps({"coefficients": dict.fromkeys(names, 0.002)}))
-    assert read_run(str(folder)).apply(preset("paper-14b")).rollout.floor == 0.002
+    assert read_run(str(folder)).setting().rollout.floor == 0.002
+
+
+def test_a_run_is_planned_as_it_was_configured_and_what_is_asked_for_wins(tmp_path: Path) -> None:
+    folder = run_directory(tmp_path)
+    words = ["max_tokens=500", "staleness=1", "group_size=4", "strategies.mu=0.7", "kv_tokens=9000"]
+    (folder / "config.yaml").write_text(to_yaml(load(None, words)))
+    run = read_run(str(folder))
+    setting = run.setting()
+    assert (setting.workload.max_tokens, setting.strategies.mu, setting.kv_tokens) == (500, 0.7, 9000)
+    assert setting.trainer_per_token_gpu_s == pytest.approx(1.5 / (825 + 80))
+    changed = run.setting(["cluster.trainer_per_token_gpu_s=2", "groups=5"])
+    assert (changed.trainer_per_token_gpu_s, changed.groups) == (2, 5)
 
 
 def test_a_plan_from_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -138,15 +154,15 @@ def test_a_line_that_was_being_written_when_the_run_died_is_left_out(tmp_path: P
     ("change", "line"),
     [
         ({"lengths": None}, "holds no training step with lengths"),
-        ({"lengths": []}, "line 1: lengths is []"),
-        ({"lengths": [5, -1]}, "line 1: a length is -1"),
-        ({"lengths": [5, 1.5]}, "line 1: a length is 1.5"),
-        ({"lengths": "five"}, "line 1: lengths is 'five'"),
-        ({"train_s": None}, "line 1: train_s is missing"),
-        ({"train_s": "long"}, "line 1: train_s is 'long'"),
+        ({"lengths": []}, "step 1: lengths is []"),
+        ({"lengths": [5, -1]}, "step 1: a length is -1"),
+        ({"lengths": [5, 1.5]}, "step 1: a length is 1.5"),
+        ({"lengths": "five"}, "step 1: lengths is 'five'"),
+        ({"train_s": None}, "step 1: train_s is missing"),
+        ({"train_s": "long"}, "step 1: train_s is 'long'"),
         ({"train_s": 0}, "no step took any time"),
-        ({"prompt_tokens": None}, "line 1: prompt_tokens is missing"),
-        ({"tokens": -3}, "line 1: tokens is -3"),
+        ({"prompt_tokens": None}, "step 1: prompt_tokens is missing"),
+        ({"tokens": -3}, "step 1: tokens is -3"),
     ],
 )
 def test_what_a_run_does_not_say_is_one_line(tmp_path: Path, change: dict[str, Any], line: str) -> None:
@@ -171,13 +187,13 @@ def test_a_missing_or_broken_file_is_one_line(tmp_path: Path, name: str, text: s
     ("arguments", "line"),
     [
         ("--run-dir nowhere", "nowhere is not a run directory"),
-        ("--run-dir . --trace x.csv", "--trace and --run-dir both say how long replies are"),
-        ("--run-dir . lengths=long", "lengths=long has no meaning where lengths are measured"),
+        ("--run-dir . --trace x.csv", "cluster.trace and --run-dir both say how long responses are"),
+        ("--run-dir . lengths=long", "cluster.lengths and --run-dir both say how long responses are"),
         ("--worth -1", "--worth -1 is impossible"),
         ("--most-staleness -1", "--most-staleness -1 is impossible"),
         ("--most-groups 0", "--most-groups 0 is impossible"),
-        ("--jobs -1", "--jobs -1 is impossible; give 1 or more"),
-        ("policy=quota", "policy has no meaning for a plan"),
+        ("--jobs -1", "--jobs -1 is impossible: give 1 or more"),
+        ("policy=quota", "policy is now the option --policy of simulate"),
         ("--picture x.png", "give a name that ends in .svg"),
         ("--gpus 0", "--gpus 0 are too few"),
     ],

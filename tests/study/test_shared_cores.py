@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.shared_cores import Overlap, SharedCluster, Shares, Sharing, calibrated
 from staleflow.simulate.cluster import Cluster
-from staleflow.simulate.presets import Setting, preset
-from staleflow.simulate.workload import Lognormal, Sampled, Workload
-from staleflow.study.shared_cores import Overlap, SharedCluster, Shares, Sharing, calibrated
+from staleflow.simulate.lengths import Lognormal
+from staleflow.simulate.setting import Setting, preset
+from staleflow.simulate.workload import Sampled, Workload
 
 PLENTY = Sharing(1000, 1.0, 1.0)
 SETTING = replace(

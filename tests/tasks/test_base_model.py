@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,6 @@ from staleflow.tasks.base_model import (
 from staleflow.tasks.task import TaskError
 
 SMALL = Recipe(steps=3, batch=4, bucket=2, shape=Shape(hidden=16, intermediate=16, layers=1, heads=2))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with module.one_thread():
-        yield
 
 
 def test_the_default_model_has_the_promised_size() -> None:

@@ -1,3 +1,4 @@
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from staleflow.config import Config, load
+from staleflow.config import Config, ConfigError, load
 from staleflow.servers.payloads import TOKEN
 from staleflow.tasks import adder
 from staleflow.tasks.adder import Adder
@@ -48,7 +49,11 @@ def rows(path: Path, *numbers: int, words: int = 1) -> Path:
 
 def opened(folder: Path, source: Path | str, *more: str) -> TaskSet:
     given = [f"model={folder}", f"data.source={source}", "reward.function=last-number", *more]
-    return open_task(load("plain", given), folder)
+    return open_config(load("plain", given), folder)
+
+
+def open_config(config: Config, folder: Path) -> TaskSet:
+    return open_task(config.data, folder, config.seed, config.evaluation.problems)
 
 
 def trained(task: TaskSet, count: int) -> list[str]:
@@ -56,7 +61,7 @@ def trained(task: TaskSet, count: int) -> list[str]:
 
 
 def test_the_embedded_task_needs_no_tokenizer_and_trains_on_what_the_warm_start_has_not_seen(tmp_path: Path) -> None:
-    task = open_task(load(None, ["seed=3", "evaluation.problems=5"]), tmp_path / "nothing here")
+    task = open_config(load(None, ["seed=3", "evaluation.problems=5"]), tmp_path / "nothing here")
     assert task.prompts.problem(7) == Adder(1003).problem(7)
     assert [problem for _, problem in task.held_out] == [Adder(0).problem(at, "held-out") for at in range(5)]
     assert task.held_out[0][0] == task.held_out[0][1].prompt
@@ -107,6 +112,33 @@ def test_templates_and_chats_wrap_the_prompt(folder: Path, tmp_path: Path) -> No
     assert task.decode([*tokens, 5, 1]) == f"sum {problem.prompt} sum", "special tokens are not text"
 
 
+@pytest.mark.parametrize("kind", ["slow", "fast"])
+def test_a_tokenizer_that_brings_code_is_neither_run_nor_asked_about(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """transformers asks on the terminal whether to run it unless it is told not to."""
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    classes = [None, "evil.Evil"] if kind == "fast" else ["evil.Evil", None]
+    settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": classes}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    source = rows(tmp_path / "a.jsonl", *range(20))
+    with contextlib.suppress(TaskError):
+        opened(folder, source, "data.chat=true")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages.__class__.__mro__ }}{{ ''.__class__.mro() }}", "{{ 1/0 }}", "{% if %}"]
+)
+def test_a_chat_template_that_breaks_out_or_down_is_one_line(folder: Path, tmp_path: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    source = rows(tmp_path / "a.jsonl", *range(20))
+    with pytest.raises(TaskError, match=r"chat template of .* failed .*data\.chat=false") as error:
+        opened(folder, source, "data.chat=true")
+    assert "\n" not in str(error.value)
+
+
 def test_prompts_that_are_too_long_are_left_out(folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"prompt": "sum " * n, "answer": n}) + "\n" for n in range(1, 21)))
@@ -123,7 +155,7 @@ def test_stop_tokens_come_from_every_file_that_names_some(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     assert stop_tokens(folder) == (1, 3)
     (folder / "config.json").write_text("{")
-    with pytest.raises(TaskError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         stop_tokens(folder)
 
 
@@ -160,16 +192,16 @@ def test_the_model_of_each_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     asked: list[Any] = []
     monkeypatch.setattr("staleflow.tasks.base_model.base_model", lambda *given: asked.append(given) or tmp_path)
     monkeypatch.setattr("staleflow.tasks.opening.smollm", lambda cache: Path(cache) / "smollm")
-    assert model_folder(load(None, ["seed=4", f"cache={tmp_path}"])) == tmp_path
+    assert model_folder("adder", str(tmp_path), 4) == tmp_path
     assert (asked[0][0], asked[0][1].seed) == (str(tmp_path), 4)
-    assert model_folder(Config(model="smollm2-135m", cache="/cache")) == Path("/cache/smollm")
-    assert model_folder(Config(model="/models/qwen")) == Path("/models/qwen")
+    assert model_folder("smollm2-135m", "/cache") == Path("/cache/smollm")
+    assert model_folder("/models/qwen", "/cache") == Path("/models/qwen")
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="needs ../shared/data/gsm8k")
 def test_gsm8k_is_read_from_its_path(folder: Path) -> None:
     files = [f"data.source={GSM8K}/train.jsonl", f"data.held_out={GSM8K}/test.jsonl", "data.chat=false"]
     config = load("gsm8k-smollm", [f"model={folder}", *files, "evaluation.problems=16"])
-    task = open_task(config, folder)
+    task = open_config(config, folder)
     assert len(task.held_out) == 16
     assert "####" in task.prompts.problem(0).facts["answer"]

@@ -6,9 +6,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from staleflow.errors import ConfigError
 from staleflow.tasks.adder import Adder
-from staleflow.tasks.sources import generated, load_function, part, read_file, read_jsonl, read_parquet, reasoning_gym
+from staleflow.tasks.sources import generated, read_file, read_jsonl, read_parquet, reasoning_gym
 from staleflow.tasks.task import Problem, TaskError
 
 ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1), "level": n} for n in range(4)]
@@ -61,14 +64,6 @@ def test_a_prompt_can_be_made_of_several_columns(tmp_path: Path) -> None:
     assert problem.facts["answer"] == 2.0
 
 
-def test_a_problem_stays_in_its_split_when_the_data_grows() -> None:
-    problems = [Problem(f"question {at}", {"at": at}) for at in range(300)]
-    train, held = part(problems, "train"), part(problems, "held-out")
-    assert sorted(problem.facts["at"] for problem in train + held) == list(range(300))
-    assert 10 < len(held) < 60
-    assert part(problems[:150], "held-out") == [problem for problem in held if problem.facts["at"] < 150]
-
-
 @pytest.mark.parametrize(
     ("lines", "columns", "message"),
     [
@@ -93,7 +88,7 @@ def test_bad_rows_are_one_clear_line(
 def test_missing_files_and_unknown_endings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="correct the path"):
         read_file(tmp_path / "none.jsonl")
-    with pytest.raises(TaskError, match=r"give a \.jsonl or a \.parquet"):
+    with pytest.raises(ConfigError, match=r"write one of adder, a \.jsonl file"):
         read_file(tmp_path / "data.csv")
 
 
@@ -116,16 +111,16 @@ def test_generators_that_make_something_else_are_refused(name: str, message: str
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("no_colon", "write module:function"),
-        (":name", "write module:function"),
+        ("no_colon", "or module:function"),
+        (":name", "or module:function"),
         ("no_such_module_anywhere:f", "importing no_such_module_anywhere failed"),
         (f"{__name__}:missing", "has no missing"),
         (f"{__name__}:NOT_A_FUNCTION", "is a int: name a function"),
     ],
 )
 def test_functions_that_cannot_be_found_are_one_clear_line(spec: str, message: str) -> None:
-    with pytest.raises(TaskError, match=message) as error:
-        load_function(spec, "data")
+    with pytest.raises(ConfigError, match=message) as error:
+        generated(spec)
     assert "\n" not in str(error.value)
 
 
@@ -178,3 +173,54 @@ def test_reasoning_gym_entries_keep_what_their_scorer_needs(monkeypatch: pytest.
     }
     with pytest.raises(TaskError, match="check the name"):
         reasoning_gym("products")
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ('{"prompt": "a", "answer": %s}' % ("[" * 20_000 + "]" * 20_000), "no valid JSON"),
+        ('{"prompt": "a", "answer": %s}' % ("9" * 5_000), "no valid JSON"),
+        ('{"prompt": "a", "answer": %s}' % ("9" * 30), "an integer of more than 64 bits: write it as a text"),
+        ('{"prompt": "a\\ud800", "answer": "1"}', "half a character"),
+        ('{"prompt": "a", "answer": {"x": ["\\udfff"]}}', "half a character"),
+        ('{"prompt": "a", "answer": "%s"}' % ("x" * 2_000_000), "a row of 2 MiB, more than the 1 MiB"),
+    ],
+    ids=["deep", "5,000 digits", "30 digits", "surrogate in the prompt", "surrogate inside", "large"],
+)
+def test_a_hostile_row_is_named_by_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, why: str
+) -> None:
+    monkeypatch.setattr("staleflow.tasks.rows.LARGEST", 2**20)
+    path = jsonl(tmp_path / "data.jsonl", '{"prompt": "a", "answer": "1"}', row)
+    with pytest.raises(TaskError) as error:
+        read_jsonl(path)
+    assert str(error.value).startswith(f"{path}, line 2: ")
+    assert why in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+LINES = st.one_of(
+    st.binary(max_size=40),
+    st.fixed_dictionaries({"prompt": JSON, "answer": JSON}).map(lambda row: json.dumps(row).encode()),
+    st.fixed_dictionaries({"prompt": st.text(max_size=5), "answer": JSON}).map(lambda row: json.dumps(row).encode()),
+)
+
+
+@given(st.lists(LINES, max_size=4), st.sampled_from([".jsonl", ".parquet"]))
+@settings(max_examples=150, deadline=None)
+def test_any_data_file_is_read_or_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], ending: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / f"any{ending}"
+    path.write_bytes(b"\n".join(lines))
+    try:
+        problems = read_file(path)
+    except TaskError as error:
+        problems = []
+        assert "\n" not in str(error).replace(str(path), "")  # noqa: PT017
+    assert all(isinstance(problem.prompt, str) for problem in problems)

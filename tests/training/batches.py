@@ -10,13 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from staleflow.training.advantages import GROUP_ADVANTAGES, final_rewards, gae
-from staleflow.training.correction import Correction, decoupled, masked_by_sequence, truncated, uncorrected
+from staleflow.training.advantages import final_rewards, gae
+from staleflow.training.correction import Correction
+from staleflow.training.options import ADVANTAGES, CORRECTIONS
 from staleflow.training.packed import Aggregation, Segments
 
-torch.set_num_threads(1)
 FEATURES, VOCABULARY = 4, 5
-KNOBS = {"cap": 1.2, "low": 0.8, "high": 1.3}
+KNOBS = {"importance_cap": 1.2, "sequence_band": (0.8, 1.3)}
 EPS: dict[str, dict[str, float]] = {
     "ppo": {"eps_low": 0.1, "eps_high": 0.2, "dual_clip": 1.4},
     "dapo": {"eps_low": 0.2, "eps_high": 0.28},
@@ -24,6 +24,10 @@ EPS: dict[str, dict[str, float]] = {
     "cispo": {"eps_low": 0.3, "eps_high": 0.2},
 }
 AGGREGATIONS = [Aggregation("token-mean"), Aggregation("sequence-mean"), Aggregation("fixed-length", 8)]
+
+
+def doubles(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def quick(examples: int) -> settings:
@@ -73,6 +77,11 @@ class Model(nn.Module):
         return batch.features_TF.to(self.value) @ self.value
 
 
+def token_entropy(logits_TV: Tensor) -> Tensor:
+    log_p_TV = logits_TV.log_softmax(-1)
+    return -(log_p_TV.exp() * log_p_TV).sum(-1)
+
+
 @st.composite
 def batches(draw: st.DrawFn, most_groups: int = 4) -> Batch:
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=most_groups))
@@ -94,14 +103,9 @@ def advantages(kind: str, batch: Batch, model: Model) -> Tensor:
     if kind == "gae":
         rewards_T = final_rewards(batch.rewards_N, batch.segments)
         return gae(rewards_T, model.values(batch).detach(), batch.segments, lam=0.9).advantages_T
-    return batch.segments.spread(GROUP_ADVANTAGES[kind](batch.rewards_N, torch.tensor(batch.groups)))
+    advantage = ADVANTAGES.load(kind)
+    return batch.segments.spread(advantage(batch.rewards_N, torch.tensor(batch.groups), batch.segments))
 
 
 def correction(kind: str, proximal_T: Tensor, behaviour_T: Tensor, segments: Segments) -> Correction:
-    if kind == "none":
-        return uncorrected(behaviour_T)
-    if kind == "masked":
-        return masked_by_sequence(proximal_T, behaviour_T, segments, low=KNOBS["low"], high=KNOBS["high"])
-    if kind == "truncated":
-        return truncated(proximal_T, behaviour_T, cap=KNOBS["cap"])
-    return decoupled(proximal_T, behaviour_T)
+    return CORRECTIONS.bound(kind, KNOBS, {})(proximal_T, behaviour_T, segments)

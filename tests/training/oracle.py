@@ -37,10 +37,10 @@ def group_advantages(kind: str, rewards: Sequence[float], groups: Sequence[int])
     return advantages
 
 
-def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float, bootstrap: float) -> list[float]:
+def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
     """Of one sequence, from its end."""
     advantages = [0.0] * len(values)
-    ahead, after = 0.0, bootstrap
+    ahead, after = 0.0, 0.0
     for t in reversed(range(len(values))):
         ahead = rewards[t] + gamma * after - values[t] + gamma * lam * ahead
         advantages[t], after = ahead, values[t]
@@ -59,19 +59,20 @@ def mean_loss(losses: Sequence[Tensor], aggregation: Aggregation) -> Tensor:
     return torch.stack([each.sum() / aggregation.length for each in losses]).mean()
 
 
-def correct(kind: str, proximal: Tensor, behaviour: Tensor, knobs: dict[str, float]) -> tuple[Tensor, Tensor, bool]:
+def correct(kind: str, proximal: Tensor, behaviour: Tensor, knobs: dict[str, Any]) -> tuple[Tensor, Tensor, bool]:
     """Of one sequence: what the ratio is taken against, the weights, and whether it is kept."""
     weights = (proximal - behaviour).exp().detach()
     if kind == "truncated":
         return (
             proximal.detach(),
-            torch.tensor([min(float(w), knobs["cap"]) for w in weights], dtype=weights.dtype),
+            torch.tensor([min(float(w), knobs["importance_cap"]) for w in weights], dtype=weights.dtype),
             True,
         )
     if kind == "decoupled":
         return proximal.detach(), weights, True
     middle = math.prod(float(w) for w in weights) ** (1 / len(weights))
-    kept = kind == "none" or knobs["low"] <= middle <= knobs["high"]
+    low, high = knobs["sequence_band"]
+    kept = kind == "none" or low <= middle <= high
     return behaviour, torch.ones_like(behaviour), kept
 
 

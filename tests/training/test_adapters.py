@@ -147,4 +147,4 @@ def test_a_folder_that_is_no_model_is_refused_in_one_line(tmp_path: Path) -> Non
     if not torch.cuda.is_available():
         tiny(True).save_pretrained(tmp_path)
         with pytest.raises(ValueError, match="device cuda: torch sees no GPU here"):
-            build(tmp_path, TrainerOptions(0), device="cuda")
+            build(tmp_path, TrainerOptions(0, device="cuda"))

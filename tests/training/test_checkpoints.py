@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from staleflow.training.checkpoints import STATE, CheckpointError, load, newest, save
+from staleflow.training.checkpoints import STATE, CheckpointError, load, save
+from staleflow.training.checksums import CHECKSUMS, damage
 from staleflow.training.trainer import Trainer, TrainerOptions
 from tests.training.test_trainer import base, groups_of
 
@@ -96,11 +97,15 @@ def test_a_checkpoint_before_the_first_update_forgets_later_ones(base: Any, tmp_
 def test_more_files_are_part_of_the_checkpoint(base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(copy.deepcopy(base), OPTIONS)
     synced: list[str] = []
-    monkeypatch.setattr("staleflow.training.checkpoints._sync", lambda path: synced.append(path.name))
+    for module in ("checkpoints", "checksums"):
+        monkeypatch.setattr(f"staleflow.training.{module}.sync", lambda path: synced.append(path.name))
     save(trainer, tmp_path / "a", also={"control.json": b"{}", "book.bin": b"\0"})
     assert (tmp_path / "a" / "control.json").read_bytes() == b"{}"
     assert {"control.json", "book.bin", "model.safetensors", STATE} <= set(synced)
-    assert synced[-2:] == [".unfinished-a", tmp_path.name], "the folder after its files, the name last"
+    assert synced[-3:] == [CHECKSUMS, ".unfinished-a", tmp_path.name], "the folder after its files, the name last"
+    assert {"control.json", "book.bin", "model.safetensors", STATE} <= json.loads(
+        (tmp_path / "a" / CHECKSUMS).read_text()
+    ).keys()
     for name in (STATE, "model.safetensors", "../b", "b/c"):
         with pytest.raises(CheckpointError, match="give another plain name"):
             save(trainer, tmp_path / "b", also={name: b""})
@@ -131,16 +136,24 @@ def test_an_unfinished_checkpoint_is_never_taken_for_a_whole_one(
         broken.setattr("staleflow.training.checkpoints.os.rename", lambda *_: (_ for _ in ()).throw(OSError("killed")))
         with pytest.raises(OSError, match="killed"):
             save(trainer, tmp_path / "step-2")
-    assert newest(tmp_path) == tmp_path / "step-1"
+    assert not (tmp_path / "step-2").exists()
     save(trainer, tmp_path / "step-3")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-1", "step-3"]
-    assert newest(tmp_path) == tmp_path / "step-3"
-    assert newest(tmp_path / "nothing") is None
+
+
+def test_a_checkpoint_that_is_replaced_is_whole_before_and_after(base: Any, tmp_path: Path) -> None:
+    trainer = Trainer(copy.deepcopy(base), OPTIONS)
+    save(trainer, tmp_path / "a")
+    train(trainer, 1)
+    save(trainer, tmp_path / "a", replace=True)
+    assert damage(tmp_path / "a") == ""
+    assert load(trainer, tmp_path / "a") == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
 
 
 def test_what_cannot_be_resumed_is_refused(base: Any, tmp_path: Path) -> None:
     trainer = Trainer(copy.deepcopy(base), OPTIONS)
-    with pytest.raises(CheckpointError, match="is no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a whole checkpoint"):
         load(trainer, tmp_path)
     save(trainer, tmp_path / "a")
     with pytest.raises(CheckpointError, match="exists: a checkpoint is never overwritten"):

@@ -16,11 +16,7 @@ from staleflow.training.correction import (
 )
 from staleflow.training.packed import Metrics, Segments
 
-from .batches import quick
-
-
-def doubles(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+from .batches import doubles, quick
 
 
 def logs(*ratios: float) -> torch.Tensor:
@@ -34,14 +30,14 @@ SEGMENTS = Segments.of([2, 1, 1])
 
 
 def test_no_correction_takes_the_ratio_against_the_engine():
-    correction = uncorrected(BEHAVIOUR)
+    correction = uncorrected(PROXIMAL, BEHAVIOUR, SEGMENTS)
     assert correction.anchor_T.tolist() == BEHAVIOUR.tolist()
     assert correction.weights_T.tolist() == [1, 1, 1, 1]
     assert correction.keep_N is None
 
 
 def test_truncated_weights_stop_at_the_cap():
-    correction = truncated(PROXIMAL, BEHAVIOUR, cap=2.0)
+    correction = truncated(PROXIMAL, BEHAVIOUR, SEGMENTS, importance_cap=2.0)
     torch.testing.assert_close(correction.weights_T, doubles(2, 0.25, 2, 0.5))
     assert correction.anchor_T.tolist() == PROXIMAL.tolist()
     values = correction.metrics.values()
@@ -50,14 +46,14 @@ def test_truncated_weights_stop_at_the_cap():
 
 
 def test_decoupled_weights_are_the_whole_ratio():
-    correction = decoupled(PROXIMAL, BEHAVIOUR)
+    correction = decoupled(PROXIMAL, BEHAVIOUR, SEGMENTS)
     torch.testing.assert_close(correction.weights_T, doubles(4, 0.25, 3, 0.5))
     assert correction.anchor_T.tolist() == PROXIMAL.tolist()
 
 
 def test_sequences_are_masked_by_their_geometric_mean():
     # The first has wild tokens that cancel: it stays. The others are 3 and 1/2.
-    correction = masked_by_sequence(PROXIMAL, BEHAVIOUR, SEGMENTS, low=0.6, high=2.0)
+    correction = masked_by_sequence(PROXIMAL, BEHAVIOUR, SEGMENTS, sequence_band=(0.6, 2.0))
     assert correction.keep_N is not None
     assert correction.keep_N.tolist() == [True, False, False]
     assert correction.anchor_T.tolist() == BEHAVIOUR.tolist()
@@ -65,38 +61,30 @@ def test_sequences_are_masked_by_their_geometric_mean():
 
 
 def test_the_edges_of_the_mask_are_inside():
-    correction = masked_by_sequence(PROXIMAL, BEHAVIOUR, SEGMENTS, low=0.49999, high=3.00001)
+    correction = masked_by_sequence(PROXIMAL, BEHAVIOUR, SEGMENTS, sequence_band=(0.49999, 3.00001))
     assert correction.keep_N is not None
     assert correction.keep_N.all()
-    exact = masked_by_sequence(BEHAVIOUR, BEHAVIOUR, SEGMENTS, low=1, high=1)
+    exact = masked_by_sequence(BEHAVIOUR, BEHAVIOUR, SEGMENTS, sequence_band=(1, 1))
     assert exact.keep_N is not None
     assert exact.keep_N.all()
-
-
-def test_masks_join_weights_and_other_masks():
-    first = masked_by_sequence(PROXIMAL, BEHAVIOUR, SEGMENTS, low=0.6, high=9, base=truncated(PROXIMAL, BEHAVIOUR))
-    both = masked_by_sequence(PROXIMAL, BEHAVIOUR, SEGMENTS, low=0.1, high=2, base=first)
-    assert both.keep_N is not None
-    assert both.keep_N.tolist() == [True, False, False]
-    torch.testing.assert_close(both.weights_T, doubles(2, 0.25, 2, 0.5))
 
 
 def test_nan_is_not_masked_away():
     broken = PROXIMAL.clone()
     broken[2] = math.nan
-    masked = masked_by_sequence(broken, BEHAVIOUR, SEGMENTS, low=0.6, high=2.0)
+    masked = masked_by_sequence(broken, BEHAVIOUR, SEGMENTS, sequence_band=(0.6, 2.0))
     assert masked.keep_N is not None
     assert masked.keep_N[1]
-    assert truncated(broken, BEHAVIOUR).weights_T[2].isnan()
+    assert truncated(broken, BEHAVIOUR, SEGMENTS).weights_T[2].isnan()
 
 
 def test_no_gradient_flows_through_a_correction():
     proximal = PROXIMAL.clone().requires_grad_()
     for each in (
-        uncorrected(proximal),
-        truncated(proximal, BEHAVIOUR),
-        decoupled(proximal, BEHAVIOUR),
-        masked_by_sequence(proximal, BEHAVIOUR, SEGMENTS, low=0.5, high=2),
+        uncorrected(BEHAVIOUR, proximal, SEGMENTS),
+        truncated(proximal, BEHAVIOUR, SEGMENTS),
+        decoupled(proximal, BEHAVIOUR, SEGMENTS),
+        masked_by_sequence(proximal, BEHAVIOUR, SEGMENTS, sequence_band=(0.5, 2)),
     ):
         assert not each.weights_T.requires_grad
         assert not each.anchor_T.requires_grad
@@ -112,11 +100,12 @@ def test_no_gradient_flows_through_a_correction():
 def test_caps_and_masks_hold_for_any_gap(gaps: list[float], cap: float, low: float, high: float):
     behaviour = torch.full((len(gaps),), -2.0, dtype=torch.float64)
     proximal = behaviour + doubles(*gaps)
-    weights = truncated(proximal, behaviour, cap).weights_T
+    segments = Segments.of([len(gaps)])
+    weights = truncated(proximal, behaviour, segments, importance_cap=cap).weights_T
     assert weights.isfinite().all()
     assert 0 <= weights.min() <= weights.max() <= cap
-    assert decoupled(proximal, behaviour).weights_T.max() <= math.exp(LOG_RATIO_LIMIT)
-    keep = masked_by_sequence(proximal, behaviour, Segments.of([len(gaps)]), low, high).keep_N
+    assert decoupled(proximal, behaviour, segments).weights_T.max() <= math.exp(LOG_RATIO_LIMIT)
+    keep = masked_by_sequence(proximal, behaviour, segments, sequence_band=(low, high)).keep_N
     assert keep is not None
     middle = math.fsum(gaps) / len(gaps)
     if min(abs(middle - math.log(low)), abs(middle - math.log(high))) > 1e-9:

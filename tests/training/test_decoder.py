@@ -49,7 +49,7 @@ def batch_of(lengths: list[tuple[int, int]], seed: int = 0) -> MicroBatch:
 
     def row(prompt: int, size: int) -> Row:
         begun, tokens = (random.integers(0, VOCABULARY, count).astype("<i4") for count in (prompt, size))
-        return Row("p0/0", begun, tokens, np.zeros(size, "<f4"), ((0, size),), 0.0)
+        return Row.of("p0/0", begun, tokens, np.zeros(size, "<f4"), ((0, size),), 0.0)
 
     return next(micro_batches([row(*each) for each in lengths], 10**9))
 

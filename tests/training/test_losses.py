@@ -1,5 +1,6 @@
 """Losses: worked cases, where gradients must vanish, and equality with loops over sequences."""
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,33 +11,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from staleflow.training.correction import CORRECTIONS, Correction, decoupled, truncated, uncorrected
+from staleflow.registry import Registry
+from staleflow.training.correction import Correction, decoupled, truncated, uncorrected
 from staleflow.training.losses import (
-    POLICY_LOSSES,
     cispo,
     dapo,
     entropy_bonus,
     gspo,
     kl_loss,
-    kl_to_reference,
+    policy_loss,
     ppo_clip,
-    token_entropy,
     value_loss,
 )
+from staleflow.training.options import CORRECTIONS, LOSSES, TrainerOptions
 from staleflow.training.packed import SEQUENCE_MEAN, TOKEN_MEAN, Aggregation, LossSum, Segments
 
 from . import oracle
-from .batches import AGGREGATIONS, EPS, KNOBS, Batch, Model, advantages, batches, correction, quick
-
-
-def doubles(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+from .batches import AGGREGATIONS, EPS, KNOBS, Batch, Model, advantages, batches, correction, doubles, quick
 
 
 def at_ratios(*ratios: float) -> tuple[Tensor, Correction]:
     """Current log-probabilities, all -1, against an anchor that makes these ratios."""
     logprobs_T = torch.full((len(ratios),), -1.0, dtype=torch.float64, requires_grad=True)
-    return logprobs_T, uncorrected(-1 - doubles(*ratios).log())
+    return logprobs_T, uncorrected(logprobs_T, -1 - doubles(*ratios).log(), Segments.of([len(ratios)]))
 
 
 def gradient(loss: LossSum, logprobs_T: Tensor) -> list[float]:
@@ -115,10 +112,10 @@ def test_weights_stand_outside_of_the_clip():
     # Decoupled: proximal / behaviour = 2 multiplies what the clip of pi / proximal = 1.5 leaves.
     behaviour_T, proximal_T = doubles(-2), doubles(-2 + math.log(2))
     logprobs_T = (proximal_T + math.log(1.5)).requires_grad_()
-    correct = decoupled(proximal_T, behaviour_T)
+    correct = decoupled(proximal_T, behaviour_T, Segments.of([1]))
     close([ppo_clip(logprobs_T, doubles(1), Segments.of([1]), correct).total.item()], [-2 * 1.2])
     close([ppo_clip(logprobs_T, doubles(-1), Segments.of([1]), correct).total.item()], [2 * 1.5])
-    capped = truncated(proximal_T, behaviour_T, cap=1.75)
+    capped = truncated(proximal_T, behaviour_T, Segments.of([1]), importance_cap=1.75)
     loss = ppo_clip(logprobs_T, doubles(1), Segments.of([1]), capped)
     close([loss.total.item()], [-1.75 * 1.2])
     close([loss.metrics.values()[name] for name in ("weight", "weights_capped")], [1.75, 1])
@@ -163,38 +160,17 @@ def test_value_loss_takes_the_worse_of_clipped_and_not():
     close([values["value_error_squared"]], [(0 + 9 + 0.64) / 3])
 
 
-def test_kl_estimators_by_hand():
-    # d = log pi - log reference = log 2 and -log 2.
+def test_the_kl_to_the_reference_is_right_on_average_and_by_hand():
+    # d = log pi - log reference = log 2 and -log 2: exp(-d) - 1 + d.
     logprobs_T, reference_T = doubles(-1, -1), doubles(-1 - math.log(2), -1 + math.log(2))
-    two = math.log(2)
-    close(kl_to_reference(logprobs_T, reference_T, "k1"), [two, -two])
-    close(kl_to_reference(logprobs_T, reference_T, "k2"), [two**2 / 2, two**2 / 2])
-    close(kl_to_reference(logprobs_T, reference_T, "k3"), [0.5 - 1 + two, 2 - 1 - two])
-
-
-def test_kl_estimators_are_right_on_average():
-    # Over all of a small vocabulary, k1 and k3 weighed by pi are the KL; the gradient of k2 is that of the KL.
-    generator = torch.Generator().manual_seed(3)
-    logits_V, other_V = torch.randn(2, 6, generator=generator, dtype=torch.float64)
-    logits_V.requires_grad_()
+    two, pair = math.log(2), Segments.of([1, 1])
+    close([kl_loss(logprobs_T, reference_T, pair).total.item()], [0.5 - 1 + two + 2 - 1 - two])
+    # Over all of a small vocabulary, weighed by pi, it is the KL.
+    logits_V, other_V = torch.randn(2, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     log_p_V, log_q_V = logits_V.log_softmax(0), other_V.log_softmax(0)
-    p_V = log_p_V.exp()
-    kl = (p_V * (log_p_V - log_q_V)).sum()
-    for estimator in ("k1", "k3"):
-        close([(p_V * kl_to_reference(log_p_V, log_q_V, estimator)).sum().item()], [kl.item()])
-    (right,) = torch.autograd.grad(kl, logits_V, retain_graph=True)
-    (found,) = torch.autograd.grad((p_V.detach() * kl_to_reference(log_p_V, log_q_V, "k2")).sum(), logits_V)
-    torch.testing.assert_close(found, right)
-
-
-def test_entropy_by_hand_and_with_excluded_tokens():
-    logits_TV = torch.tensor([[0.0, 0.0, -math.inf], [math.log(3), 0.0, -math.inf]], dtype=torch.float64)
-    logits_TV.requires_grad_()
-    entropy_T = token_entropy(logits_TV)
-    close(entropy_T, [math.log(2), -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))])
-    entropy_T.sum().backward()
-    assert logits_TV.grad is not None
-    assert logits_TV.grad.isfinite().all()
+    each = [kl_loss(log_p_V[at : at + 1], log_q_V[at : at + 1], Segments.of([1])).total for at in range(6)]
+    kl = (log_p_V.exp() * (log_p_V - log_q_V)).sum()
+    close([(log_p_V.exp() * torch.stack(each)).sum().item()], [kl.item()])
 
 
 def test_terms_join_with_their_coefficients():
@@ -212,54 +188,85 @@ def test_no_gradient_flows_into_advantages():
     # Else a value head would be trained to flatter the policy.
     logprobs_T, anchor = at_ratios(1.1, 0.9)
     gains_T = doubles(1, -1).requires_grad_()
-    for function in POLICY_LOSSES.values():
-        loss = function(logprobs_T, gains_T, Segments.of([2]), anchor)
+    for name in LOSSES.entries:
+        loss = LOSSES.load(name)(logprobs_T, gains_T, Segments.of([2]), anchor)
         assert torch.autograd.grad(loss.total, gains_T, allow_unused=True) == (None,)
 
 
 def test_an_enormous_ratio_stays_finite():
     logprobs_T = torch.tensor([-1.0, -500.0], requires_grad=True)
-    for name, function in POLICY_LOSSES.items():
-        loss = function(
-            logprobs_T, torch.tensor([-1.0, 1.0]), Segments.of([2]), uncorrected(torch.tensor([-400.0, -1]))
-        )
+    segments = Segments.of([2])
+    anchor = uncorrected(logprobs_T, torch.tensor([-400.0, -1]), segments)
+    for name in LOSSES.entries:
+        loss = LOSSES.load(name)(logprobs_T, torch.tensor([-1.0, 1.0]), segments, anchor)
         (found,) = torch.autograd.grad(loss.total, logprobs_T)
         assert loss.total.isfinite(), name
         assert found.isfinite().all(), name
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", LOSSES.entries)
 def test_on_policy_every_loss_has_the_plain_policy_gradient(name: str):
     # Even with a clip of width 0, on which ratio 1 lies.
     segments, advantages_T = Segments.of([2, 3]), doubles(1, 1, -2, -2, -2)
     for knobs in ({}, {"eps_low": 0.0, "eps_high": 0.0}):
         logprobs_T, anchor = at_ratios(1, 1, 1, 1, 1)
-        loss = POLICY_LOSSES[name](logprobs_T, advantages_T, segments, anchor, TOKEN_MEAN, **knobs)
+        loss = LOSSES.load(name)(logprobs_T, advantages_T, segments, anchor, TOKEN_MEAN, **knobs)
         close(gradient(loss, logprobs_T), (-advantages_T).tolist())
         values = loss.metrics.values()
         assert (values["ratio"], values["approx_kl"], values["clip_low"], values["clip_high"]) == (1, 0, 0, 0)
 
 
-@pytest.mark.parametrize("kind", CORRECTIONS)
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("kind", CORRECTIONS.entries)
+@pytest.mark.parametrize("name", LOSSES.entries)
 @given(batch=batches(), advantage=st.sampled_from(["grpo", "gae"]), aggregation=st.sampled_from(AGGREGATIONS))
 @quick(20)
 def test_packed_equals_loops_over_sequences(
     name: str, kind: str, batch: Batch, advantage: str, aggregation: Aggregation
 ):
-    aggregation = TOKEN_MEAN if name == "dapo" else aggregation
     model, segments = Model(), batch.segments
     advantages_T = advantages(advantage, batch, model)
     logprobs_T = model.logprobs(batch)
     behaviour_T = (logprobs_T + batch.noise_T).detach()
     proximal_T = (logprobs_T + 0.5 * batch.noise_T.flip(0)).detach()
     correct = correction(kind, proximal_T, behaviour_T, segments)
-    found = POLICY_LOSSES[name](logprobs_T, advantages_T, segments, correct, aggregation, **EPS[name]).mean
+    found = LOSSES.load(name)(logprobs_T, advantages_T, segments, correct, aggregation, **EPS[name]).mean
     expected = _by_loops(name, kind, (logprobs_T, proximal_T, behaviour_T, advantages_T), batch.lengths, aggregation)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     if expected.requires_grad:
         pairs = [torch.autograd.grad(each, model.policy, retain_graph=True)[0] for each in (found, expected)]
         torch.testing.assert_close(*pairs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "aggregation"),
+    [
+        ({}, TOKEN_MEAN),
+        ({"loss": "gspo"}, SEQUENCE_MEAN),
+        ({"advantage": "dr_grpo"}, Aggregation("fixed-length", 9)),
+        ({"advantage": "dr_grpo", "loss": "ppo"}, Aggregation("fixed-length", 9)),
+        ({"advantage": "dr_grpo", "loss": "gspo"}, SEQUENCE_MEAN),
+        ({"advantage": "dr_grpo", "aggregation": "token-mean"}, TOKEN_MEAN),
+        ({"aggregation": "sequence-mean"}, SEQUENCE_MEAN),
+        ({"aggregation": "fixed-length"}, Aggregation("fixed-length", 9)),
+    ],
+)
+def test_each_loss_and_advantage_has_its_own_aggregation(options: dict[str, Any], aggregation: Aggregation):
+    assert policy_loss(TrainerOptions(0, max_tokens=9, **options))[1] == aggregation
+
+
+def test_a_fixed_length_without_a_length_is_refused():
+    with pytest.raises(ValueError, match="give max_tokens too"):
+        policy_loss(TrainerOptions(0, "dr_grpo"))
+    with pytest.raises(ValueError, match="give max_tokens too"):
+        TrainerOptions(0, aggregation="fixed-length")
+
+
+@pytest.mark.parametrize("registry", [LOSSES, CORRECTIONS], ids=lambda each: each.setting)
+def test_knobs_read_from_the_source_are_those_of_the_function(registry: Registry[Any]):
+    for name in registry.entries:
+        parameters = inspect.signature(registry.load(name)).parameters
+        assert registry.knobs(name) == tuple(parameters)[len(registry.takes) :]
+        assert tuple(parameters)[: len(registry.takes)] == registry.takes
 
 
 def _by_loops(name: str, kind: str, flat: tuple[Tensor, ...], lengths: list[int], aggregation: Aggregation) -> Tensor:

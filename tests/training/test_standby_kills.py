@@ -4,19 +4,23 @@ which nobody died, to the last bit of weights, moments and random numbers."""
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from staleflow.config import load, to_yaml
-from staleflow.servers.weights import LocalParameterServer, reclaim, segments, slots
-from staleflow.types import Broken, Feed, Finish, Pushed, Ready, Save, Saved, Stop, TrainGroup
+from staleflow.servers.weights import LocalParameterServer, claim, standby_of
+from staleflow.servers.weights.segments import Registry
+from staleflow.types import Broken, Feed, Finish, Pushed, Ready, Row, Save, Saved, Stop
 from tests.training.test_trainer import VOCABULARY, groups_of
-from tests.training.trainer_process import STORE, TrainerProcess
-from tests.workers.test_trainer import sent
+from tests.training.trainer_process import TrainerProcess, store_of
+
+pytestmark = pytest.mark.processes
 
 PLAIN = ("training.learning_rate=0.01",)
 ADAPTERS_AND_VALUES = (*PLAIN, "training.lora_rank=2", "training.advantage=gae", "training.updates_per_step=2")
@@ -39,16 +43,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def new_run(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    def make(name: str, *options: str) -> Path:
-        run = tmp_path / name
-        run.mkdir()
-        (run / "config.yaml").write_text(to_yaml(load(None, list(options))))
-        return run
+    """What a run's control plane does: it claims its stores, so that nobody reclaims them between two trainers."""
+    with ExitStack() as claims:
 
-    yield make
-    for path in tmp_path.glob("*/weights/*.weights"):
-        for name in slots.segments_of(path.read_bytes()) or []:
-            segments.unlink_segment(name)
+        def make(name: str, *options: str) -> Path:
+            run = tmp_path / name
+            run.mkdir()
+            (run / "config.yaml").write_text(to_yaml(load(None, list(options))))
+            claims.enter_context(claim(store_of(run)))
+            claims.enter_context(claim(standby_of(store_of(run))))
+            return run
+
+        yield make
+
+
+def stores(run: Path, attempt: int = 1) -> list[str]:
+    """Of this run, those that are there."""
+    registry, store = Registry(), store_of(run, attempt)
+    return [name for name in (store, standby_of(store)) if registry.control(name).exists()]
 
 
 class Watcher:
@@ -61,20 +73,17 @@ class Watcher:
         self.checksums: dict[int, str] = {}
 
     def look(self, version: int) -> None:
-        self.server = self.server or LocalParameterServer.attach(STORE, registry=self.run / "weights")
+        self.server = self.server or LocalParameterServer.attach(store_of(self.run))
         assert self.server.pull(dict(self.engine.named_parameters()), version, verify=True) == version
         assert self.server.last_pull
         checksum = self.server.last_pull.checksum
         assert self.checksums.setdefault(version, checksum) == checksum
 
 
-def step(number: int) -> list[TrainGroup]:
+def step(number: int) -> list[list[Row]]:
     """Groups that all have a signal: every version differs from the one before."""
     groups = groups_of(3, 3, seed=number, version=number)
-    return [
-        sent([row._replace(prompt=group[0].prompt, reward=float(at == 0)) for at, row in enumerate(group)])
-        for group in groups
-    ]
+    return [[replace(row, reward=float(at == 0)) for at, row in enumerate(group)] for group in groups]
 
 
 def end(run: Path, trainer: TrainerProcess) -> dict[str, bytes]:
@@ -83,8 +92,8 @@ def end(run: Path, trainer: TrainerProcess) -> dict[str, bytes]:
     trainer.send([Save(str(folder), {}), Stop()])
     trainer.hear_kind(Saved)
     trainer.end()
-    assert not list((run / "weights").glob("*.weights"))
-    assert not list((run / "weights").glob("*.msgpack"))
+    assert stores(run) == []
+    assert not list(run.glob("fed-*"))
     return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
 
 
@@ -157,12 +166,12 @@ def test_a_trainer_that_died_before_its_last_versions_were_kept_makes_them_again
     first = TrainerProcess(again, model, standby=False)
     assert first.hear_kind(Ready).version == 0
     first.kill()
-    weights = LocalParameterServer.take_over(STORE, registry=again / "weights")
+    weights = LocalParameterServer.take_over(store_of(again))
     made = load_file(straight / "last" / "model.safetensors")
     weights.push(2, {name: made[name] for name in made})  # and here it died: its state is that of version 0
     weights.detach()
     for number in range(2):
-        (again / "weights" / f"fed-{number:06d}.msgpack").write_bytes(msgspec.msgpack.encode([step(number)]))
+        (again / f"fed-{number:06d}.msgpack").write_bytes(msgspec.msgpack.encode([step(number)]))
     second = TrainerProcess(again, model, standby=True)
     assert second.hear_kind(Ready).version == 2
     assert end(again, second) == wanted
@@ -174,10 +183,10 @@ def test_a_trainer_that_died_before_its_first_version_is_begun_again(new_run: Ca
     early.kill()
     late = TrainerProcess(run, model, standby=True)
     assert late.hear_kind(Ready).version == 0
-    LocalParameterServer.attach(STORE, registry=run / "weights").close()
+    LocalParameterServer.attach(store_of(run)).close()
     late.send([Stop()])
     late.end()
-    LocalParameterServer.create(STORE, registry=run / "weights").detach()  # it died between making the store and a push
+    LocalParameterServer.create(store_of(run)).detach()  # it died between making the store and a push
     last = TrainerProcess(run, model, standby=True)
     assert last.hear_kind(Ready).version == 0
     last.send([Stop()])
@@ -195,14 +204,14 @@ def test_a_resumed_run_begins_at_its_checkpoint_and_not_at_what_a_killed_one_lef
     assert first.hear_kind(Saved).folder == folder
     assert first.hear_kind(Pushed).version == 2
     first.kill()
-    resumed = TrainerProcess(run, model, standby=False, checkpoint=folder)
+    resumed = TrainerProcess(run, model, standby=False, checkpoint=folder, attempt=2)
     assert resumed.hear_kind(Ready).version == 1
     resumed.send([Feed(1, step(1)), Finish(1)])
     assert resumed.hear_kind(Pushed).version == 2
     resumed.kill()
-    revived = TrainerProcess(run, model, standby=True, checkpoint=folder)
+    revived = TrainerProcess(run, model, standby=True, checkpoint=folder, attempt=2)
     assert revived.hear_kind(Ready).version == 2
     revived.send([Feed(2, [*step(0), *step(9)]), Finish(2)])
     assert "the bound is" in revived.hear_kind(Broken).why
     revived.end()
-    assert reclaim(run / "weights") == []
+    assert stores(run, attempt=2) == []

@@ -13,18 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from staleflow.training.advantages import ADVANTAGES, reinforce_plus_plus
-from staleflow.training.correction import CORRECTIONS
-from staleflow.training.losses import POLICY_LOSSES, entropy_bonus, kl_loss, streamable, token_entropy, value_loss
-from staleflow.training.packed import TOKEN_MEAN, Aggregation, LossSum, scale_gradients
+from staleflow.training.advantages import reinforce_plus_plus
+from staleflow.training.losses import entropy_bonus, kl_loss, value_loss
+from staleflow.training.options import ADVANTAGES, CORRECTIONS, LOSSES, TrainerOptions
+from staleflow.training.packed import Aggregation, LossSum, scale_gradients
 
-from .batches import AGGREGATIONS, EPS, Batch, Model, advantages, batches, correction, make, quick
+from .batches import AGGREGATIONS, EPS, Batch, Model, advantages, batches, correction, make, quick, token_entropy
 
 Way = tuple[str, str, str, Aggregation]
 WAYS: list[Way] = [
     (advantage, loss, kind, aggregation)
-    for advantage, loss, kind, aggregation in product(ADVANTAGES, POLICY_LOSSES, CORRECTIONS, AGGREGATIONS)
-    if streamable(advantage, loss) is None and (loss != "dapo" or aggregation == TOKEN_MEAN)
+    for advantage, loss, kind, aggregation in product(
+        ADVANTAGES.entries, LOSSES.entries, CORRECTIONS.entries, AGGREGATIONS
+    )
+    if TrainerOptions(0, advantage, loss).whole_batch is None
 ]
 
 
@@ -36,7 +38,7 @@ def loss_of(batch: Batch, model: Model, way: Way) -> LossSum:
     # Noise comes with the batch and not from the model, so that it is the same however the batch is cut.
     correct = correction(kind, held_T + 0.3 * noise_T.sin(), held_T + noise_T, segments)
     advantages_T = advantages(advantage, batch, model)
-    loss = POLICY_LOSSES[name](logprobs_T, advantages_T, segments, correct, aggregation, **EPS[name])
+    loss = LOSSES.load(name)(logprobs_T, advantages_T, segments, correct, aggregation, **EPS[name])
     loss = loss.plus(kl_loss(logprobs_T, held_T + noise_T.cos(), segments, aggregation, correct.keep_N), 0.1)
     loss = loss.plus(entropy_bonus(token_entropy(model.logits(batch)), segments, aggregation, correct.keep_N), 0.05)
     if advantage == "gae":
@@ -124,19 +126,12 @@ def test_the_order_of_groups_does_not_matter(batch: Batch, random: Random, way: 
 
 def test_what_is_refused_would_indeed_differ():
     batch = make([2, 3, 1, 4], [0, 0, 1, 1], [1.0, 0.0, 1.0, 1.0])
-    all_at_once = reinforce_plus_plus(batch.rewards_N, batch.segments)
+    all_at_once = reinforce_plus_plus(batch.rewards_N, torch.tensor(batch.groups), batch.segments)
     parts = [batch.pick([group]) for group in (0, 1)]
-    in_parts = torch.cat([reinforce_plus_plus(part.rewards_N, part.segments) for part in parts])
+    in_parts = torch.cat(
+        [reinforce_plus_plus(part.rewards_N, torch.tensor(part.groups), part.segments) for part in parts]
+    )
     assert not torch.allclose(all_at_once, in_parts, atol=0.1)
-
-
-def test_streamable_says_why_not():
-    for loss in POLICY_LOSSES:
-        for advantage in ("grpo", "dr_grpo", "rloo", "gae"):
-            assert streamable(advantage, loss) is None
-        assert "whitened over the batch" in (streamable("reinforce++", loss) or "")
-    assert "gae" in (streamable("gae", "ppo", whitened=True) or "")
-    assert "4 updates" in (streamable("grpo", "ppo", updates=4) or "")
 
 
 def test_chunks_of_different_aggregations_do_not_add_up():

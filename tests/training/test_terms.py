@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from staleflow.servers.payloads import Row
+from staleflow.training.options import CORRECTIONS
 from staleflow.training.trainer import Group, Trainer, TrainerOptions
+from staleflow.types import Row
 from tests.training.oracle import gae
 from tests.training.test_trainer import base, groups_of, updated
 
@@ -30,7 +32,10 @@ def hidden(model: Any, row: Row) -> Tensor:
 
 def as_drawn_by(model: Any, groups: list[Group]) -> list[Group]:
     with torch.no_grad():
-        return [[row._replace(logprobs=logprobs(model, row).numpy()) for row in group] for group in groups]
+        return [
+            [replace(row, logprob_bytes=logprobs(model, row).numpy().astype("<f4").tobytes()) for row in group]
+            for group in groups
+        ]
 
 
 def assert_same_gradients(trainer: Trainer, model: Any) -> None:
@@ -68,7 +73,7 @@ def test_the_gradient_of_kl_is_that_of_its_estimate(base: Any, term: Any) -> Non
     trainer = Trainer(copy.deepcopy(base), TrainerOptions(0, kl_coefficient=0.5, **term))
     shake(trainer.parameters)
     model = copy.deepcopy(trainer.model)
-    groups = [[row._replace(reward=1.0) for row in group] for group in as_drawn_by(model, groups_of(3, 2))]
+    groups = [[replace(row, reward=1.0) for row in group] for group in as_drawn_by(model, groups_of(3, 2))]
     trainer.feed(0, groups)
     total = torch.zeros(())
     for row in (row for group in groups for row in group):
@@ -94,7 +99,7 @@ def test_gae_has_the_gradients_of_ppo_written_out(base: Any) -> None:
     for row in (row for group in groups for row in group):
         values = head(hidden(model, row))
         rewards = [0.0] * (row.tokens.size - 1) + [row.reward]
-        advantages = torch.tensor(gae(rewards, values.tolist(), 0.9, 0.8, 0.0), dtype=torch.float64)
+        advantages = torch.tensor(gae(rewards, values.tolist(), 0.9, 0.8), dtype=torch.float64)
         total = total - (advantages * logprobs(model, row)).sum()
         total = total + 0.3 * 0.5 * ((values - (advantages + values.detach())) ** 2).sum()
     total.backward()
@@ -108,10 +113,10 @@ def test_gae_has_the_gradients_of_ppo_written_out(base: Any) -> None:
 def test_the_value_head_learns_what_states_are_worth_at_its_own_rate(base: Any) -> None:
     options = TrainerOptions(0, "gae", learning_rate=1e-9, value_learning_rate=0.1, value_clip=math.inf)
     trainer = Trainer(copy.deepcopy(base), options)
-    groups = [[row._replace(reward=1.0) for row in group] for group in groups_of(3, 2)]
+    groups = [[replace(row, reward=1.0) for row in group] for group in groups_of(3, 2)]
     errors = []
     for step in range(30):
-        fresh = [[row._replace(spans=((step, row.tokens.size),)) for row in group] for group in groups]
+        fresh = [[replace(row, spans=((step, row.tokens.size),)) for row in group] for group in groups]
         trainer.feed(step, fresh)
         errors.append(trainer.finish(step).metrics["value_error_squared"])
     assert errors[-1] < errors[0] / 20
@@ -123,9 +128,9 @@ def test_the_value_head_learns_what_states_are_worth_at_its_own_rate(base: Any) 
 
 def test_several_updates_are_those_of_steps_on_each_part(base: Any) -> None:
     groups = as_drawn_by(base, groups_of(5, 4, seed=2))
-    options = TrainerOptions(9, "dr_grpo", "ppo", learning_rate=1e-3, updates_per_step=2, skip_no_signal=False)
+    options = TrainerOptions(9, "rloo", "ppo", learning_rate=1e-3, updates_per_step=2, skip_no_signal=False)
     together, report = updated(base, options, groups, [5])
-    single = Trainer(copy.deepcopy(base), TrainerOptions(9, "dr_grpo", "ppo", learning_rate=1e-3, skip_no_signal=False))
+    single = Trainer(copy.deepcopy(base), TrainerOptions(9, "rloo", "ppo", learning_rate=1e-3, skip_no_signal=False))
     for step, part in enumerate((groups[:2], groups[2:])):
         single.feed(step, part)
         single.finish(step)
@@ -136,15 +141,12 @@ def test_several_updates_are_those_of_steps_on_each_part(base: Any) -> None:
 
 def test_the_proximal_policy_is_the_one_at_the_beginning_of_the_step(base: Any, monkeypatch: Any) -> None:
     groups = groups_of(4, 3, seed=2)
+    seen: list[Tensor] = []
+    correct = CORRECTIONS.load("decoupled")
+    watched = {"decoupled": lambda proximal_T, *rest: seen.append(proximal_T) or correct(proximal_T, *rest)}
+    monkeypatch.setattr(CORRECTIONS, "_loaded", watched)
     trainer = Trainer(
         copy.deepcopy(base), TrainerOptions(0, correction="decoupled", learning_rate=0.05, updates_per_step=4)
-    )
-    seen: list[Tensor] = []
-    correction = Trainer._correction
-    monkeypatch.setattr(
-        Trainer,
-        "_correction",
-        lambda self, proximal_T, batch: seen.append(proximal_T) or correction(self, proximal_T, batch),
     )
     trainer.feed(0, groups)
     report = trainer.finish(0)
@@ -165,7 +167,7 @@ def test_more_updates_than_groups_make_one_for_each_group(base: Any) -> None:
 
 
 def flat(groups: list[Group]) -> list[Group]:
-    return [[row._replace(reward=1.0) for row in group] for group in groups]
+    return [[replace(row, reward=1.0) for row in group] for group in groups]
 
 
 @pytest.mark.parametrize("pieces", [[5], [1, 1, 3]])

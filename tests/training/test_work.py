@@ -8,18 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.servers.payloads import Row
 from staleflow.training.micro_batches import Known, micro_batches
 from staleflow.training.options import TrainerOptions
 from staleflow.training.packed import Segments
 from staleflow.training.work import Work, estimated, shaped, signals, with_advantages
+from staleflow.types import Row
 
 from .batches import quick
 
 
 def row(size: int, reward: float = 0.0) -> Row:
     tokens = np.zeros(size, "<i4")
-    return Row("p/0", np.zeros(2, "<i4"), tokens, np.zeros(size, "<f4"), ((0, size),), reward)
+    return Row.of("p/0", np.zeros(2, "<i4"), tokens, np.zeros(size, "<f4"), ((0, size),), reward)
 
 
 def numbered(sizes: list[list[int]]) -> Work:

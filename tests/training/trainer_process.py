@@ -9,6 +9,7 @@ import multiprocessing
 import signal
 import socket
 from collections.abc import Iterable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ from staleflow.workers.link import Gone
 
 __all__ = ["build", "peft", "staleflow", "standby", "transformers", "worker"]
 
-STORE = "weights"
+
+def store_of(run: Path, attempt: int = 1) -> str:
+    """The name of a run's weights among those of all runs on the machine."""
+    return f"test-{blake2b(str(run).encode(), digest_size=8).hexdigest()}-{attempt}"
 
 
 def context() -> Any:
@@ -43,7 +47,7 @@ def main(end: socket.socket, log: Path) -> None:
 
 
 class TrainerProcess:
-    def __init__(self, run: Path, model: Path, standby: bool, checkpoint: str = "") -> None:
+    def __init__(self, run: Path, model: Path, standby: bool, checkpoint: str = "", attempt: int = 1) -> None:
         ours, theirs = socket.socketpair()
         self._log = run / "trainer.log"
         self.process = context().Process(target=main, args=(theirs, self._log), daemon=True)
@@ -53,7 +57,8 @@ class TrainerProcess:
         self._link = SocketLink(ours, FromProcess)
         self._heard: list[Any] = []
         cores = sorted(os.sched_getaffinity(0))
-        self.send([Setup("trainer", "trainer", str(run), str(model), STORE, cores, 1, 0, checkpoint, standby)])
+        folders = str(run), str(model), store_of(run, attempt)
+        self.send([Setup("trainer", "trainer", 1, *folders, cores, 1, 0, checkpoint, standby)])
 
     def send(self, messages: Iterable[msgspec.Struct]) -> None:
         self._socket.sendall(b"".join(map(pack, messages)))

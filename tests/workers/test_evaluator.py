@@ -10,9 +10,10 @@ import torch
 from staleflow.reward.function import Response
 from staleflow.rollout.builtin import EngineOptions, TorchEngine
 from staleflow.rollout.engine import Sampling
-from staleflow.tasks.base_model import Shape, new_model
+from staleflow.tasks.base_model import new_model
 from staleflow.tasks.task import Problem
 from staleflow.workers.evaluator import Evaluator
+from tests.tiny_models import TINY, save_tiny
 
 PROBLEMS = [((5 + at, 7), Problem("", {"at": at})) for at in range(6)]
 
@@ -23,7 +24,7 @@ class Store:
     version = 0
 
     def pull(self, into: Mapping[str, Any], at_least: int) -> int:  # noqa: ARG002
-        model = new_model(Shape(hidden=16, intermediate=16, layers=1, heads=2), seed=self.version)
+        model = new_model(TINY, seed=self.version)
         for name, tensor in model.state_dict().items():
             into[name].copy_(tensor)
         return self.version
@@ -31,14 +32,13 @@ class Store:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    new_model(Shape(hidden=16, intermediate=16, layers=1, heads=2), seed=99).save_pretrained(tmp_path)
-    return tmp_path
+    return save_tiny(tmp_path, seed=99)
 
 
 def evaluator(folder: Path, store: Store, reward: Any) -> Evaluator:
     engine = TorchEngine(folder, EngineOptions(kv_tokens=256, max_running=8, threads=1), version=-1)
     sampling = Sampling(temperature=0.0, max_tokens=8)
-    return Evaluator(engine, engine.model.parameters, store, PROBLEMS, sampling, reward, lambda _: "")
+    return Evaluator(engine, store, PROBLEMS, sampling, reward, lambda _: "")
 
 
 def score(_: Problem, response: Response) -> float:

@@ -12,19 +12,17 @@ from hypothesis import strategies as st
 
 from staleflow.rollout.builtin import EngineOptions, TorchEngine
 from staleflow.rollout.engine import Sampling
-from staleflow.servers.payloads import TOKEN
-from staleflow.tasks.base_model import Shape, new_model
-from staleflow.types import Abort, Interrupt, Job, Pull, Submit, Told
-from staleflow.workers.rollout import RolloutWorker
+from staleflow.types import TOKEN, Abort, Command, Fence, Interrupt, Pull, Submit, TrajectoryNews, Work
+from staleflow.workers.meter import Meter
+from staleflow.workers.rollout import Requests, RolloutWorker
+from tests.tiny_models import save_tiny
 
 SAMPLING = Sampling(max_tokens=24, stop_tokens=(1,))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    new_model(Shape(hidden=16, intermediate=16, layers=1, heads=2), seed=3).save_pretrained(path)
-    return path
+    return save_tiny(tmp_path_factory.mktemp("model"), seed=3)
 
 
 class SameWeights:
@@ -35,12 +33,15 @@ class SameWeights:
 
 
 def worker(folder: Path, seed: int = 0) -> RolloutWorker:
-    return RolloutWorker(
-        TorchEngine(folder, EngineOptions(kv_tokens=256, max_running=4, page_size=8, threads=1), version=0),
-        SameWeights(),
-        SAMPLING,
-        seed,
-    )
+    engine = TorchEngine(folder, EngineOptions(kv_tokens=256, max_running=4, page_size=8, threads=1), version=0)
+    return RolloutWorker("i0", engine, SameWeights(), Requests(SAMPLING, seed), incarnation=1)
+
+
+def obey(each: RolloutWorker, command: Command) -> None:
+    """As a process does: a pull is made at once."""
+    each.hear(command)
+    while each.pulling is not None:
+        each.pull()
 
 
 class Desk:
@@ -54,25 +55,26 @@ class Desk:
         self.where: dict[str, int | None] = dict.fromkeys(self.tokens)
         self.finished: set[str] = set()
 
-    def job(self, name: str) -> Job:
+    def work(self, name: str) -> Work:
         self.epoch[name] += 1
         tokens = np.array(self.tokens[name], TOKEN).tobytes()
         prompt = np.array([5 + int(name[1:]), 7, 9], TOKEN).tobytes()
-        return Job(name, self.epoch[name], name, prompt, tokens, self.logprobs[name], self.spans[name])
+        return Work(name, self.epoch[name], name, 3, self.spans[name], prompt, tokens, self.logprobs[name])
 
-    def hear(self, told: Told) -> None:
+    def hear(self, told: TrajectoryNews) -> None:
         name = told.trajectory
         assert told.epoch == self.epoch[name]
-        assert told.start == len(self.tokens[name]), "neither a gap nor a repetition"
-        self.tokens[name] += np.frombuffer(told.tokens, TOKEN).tolist()
-        self.logprobs[name] += told.logprobs
+        if told.chunk is not None:
+            assert told.chunk.start == len(self.tokens[name]), "neither a gap nor a repetition"
+            self.tokens[name] += np.frombuffer(told.chunk.tokens, TOKEN).tolist()
+            self.logprobs[name] += told.chunk.logprobs
         self.spans[name] = told.spans
         assert sum(count for _, count in told.spans) == len(self.tokens[name]) == len(self.logprobs[name]) // 4
         versions = [version for version, _ in told.spans]
         assert all(one != other for one, other in pairwise(versions)), "one span for tokens that belong together"
 
     def news(self, at: int, each: RolloutWorker, everything: bool) -> None:
-        news = each.news(everything)
+        news = each.report(everything)
         if news is None:
             return
         told_of = [told.trajectory for told in (*news.progress, *news.finished, *news.returned)]
@@ -89,7 +91,7 @@ class Desk:
 
 def undisturbed(folder: Path, count: int) -> dict[str, list[int]]:
     desk, alone = Desk(count), worker(folder)
-    alone.obey(Submit((1, 1, 1), [desk.job(name) for name in desk.tokens]))
+    obey(alone, Submit(Fence(1, 1, 1), [desk.work(name) for name in desk.tokens]))
     desk.where = dict.fromkeys(desk.tokens, 0)
     while alone.engine.busy:
         alone.step()
@@ -105,9 +107,9 @@ def test_moved_trajectories_draw_what_they_would_have_drawn_undisturbed(folder: 
     workers = [worker(folder), worker(folder)]
     number = [0, 0]
 
-    def fence(at: int) -> tuple[int, int, int]:
+    def fence(at: int) -> Fence:
         number[at] += 1
-        return (1, 1, number[at])
+        return Fence(1, 1, number[at])
 
     for _ in range(data.draw(st.integers(1, 60))):
         at = data.draw(st.integers(0, 1))
@@ -118,20 +120,20 @@ def test_moved_trajectories_draw_what_they_would_have_drawn_undisturbed(folder: 
             case "submit":
                 waiting = [name for name, where in desk.where.items() if where is None and name not in desk.finished]
                 if waiting:
-                    workers[at].obey(Submit(fence(at), [desk.job(waiting[0])]))
+                    obey(workers[at], Submit(fence(at), [desk.work(waiting[0])]))
                     desk.where[waiting[0]] = at
             case "interrupt":
-                workers[at].obey(Interrupt(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
+                obey(workers[at], Interrupt(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
             case "abort":  # what was not told is lost, as when an instance dies
                 desk.news(at, workers[at], everything=data.draw(st.booleans()))
                 here = [name for name in here if desk.where[name] == at]
-                workers[at].obey(Abort(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
+                obey(workers[at], Abort(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
                 for name in here[:1]:
                     desk.where[name] = None
             case "pull":
                 newest = max(each.engine.snapshot().version for each in workers)
                 if not here or workers[at].engine.snapshot().version < newest:
-                    workers[at].obey(Pull(fence(at), newest + 1))
+                    obey(workers[at], Pull(fence(at), newest + 1))
             case "news":
                 desk.news(at, workers[at], everything=data.draw(st.booleans()))
     expected = undisturbed(folder, count)
@@ -143,18 +145,18 @@ def test_moved_trajectories_draw_what_they_would_have_drawn_undisturbed(folder: 
 
 def test_commands_of_an_earlier_control_plane_are_ignored(folder: Path) -> None:
     desk, alone = Desk(1), worker(folder)
-    alone.obey(Pull((2, 1, 1), 3))
-    alone.obey(Submit((1, 1, 7), [desk.job("t0")]))
+    obey(alone, Pull(Fence(2, 1, 1), 3))
+    obey(alone, Submit(Fence(1, 1, 7), [desk.work("t0")]))
     assert not alone.engine.busy
 
 
 def test_tokens_of_the_old_version_are_told_with_the_pull(folder: Path) -> None:
     desk, alone = Desk(1), worker(folder)
-    alone.obey(Submit((1, 1, 1), [desk.job("t0")]))
+    obey(alone, Submit(Fence(1, 1, 1), [desk.work("t0")]))
     alone.step()
     alone.step()
-    alone.obey(Pull((1, 1, 2), 1))
-    news = alone.news(everything=False)
+    obey(alone, Pull(Fence(1, 1, 2), 1))
+    news = alone.report()
     assert news is not None
     assert news.pulled == 1
     assert [version for told in news.progress for version, _ in told.spans] == [0]
@@ -167,7 +169,7 @@ def test_another_seed_draws_other_tokens(folder: Path) -> None:
 
 def undisturbed_with(folder: Path, seed: int) -> dict[str, list[int]]:
     desk, alone = Desk(2), worker(folder, seed)
-    alone.obey(Submit((1, 1, 1), [desk.job(name) for name in desk.tokens]))
+    obey(alone, Submit(Fence(1, 1, 1), [desk.work(name) for name in desk.tokens]))
     desk.where = dict.fromkeys(desk.tokens, 0)
     while alone.engine.busy:
         alone.step()
@@ -177,9 +179,9 @@ def undisturbed_with(folder: Path, seed: int) -> dict[str, list[int]]:
 
 def test_a_request_that_the_engine_refuses_is_told_as_failed(folder: Path) -> None:
     alone = worker(folder)
-    alone.obey(Submit((1, 1, 1), [Job("t0", 1, "t0", np.array([9999], TOKEN).tobytes(), b"", b"", ())]))
+    obey(alone, Submit(Fence(1, 1, 1), [Work("t0", 1, "t0", 1, (), np.array([9999], TOKEN).tobytes())]))
     alone.step()
-    news = alone.news(everything=False)
+    news = alone.report()
     assert news is not None
     assert [name for name, _, _ in news.failed] == ["t0"]
 
@@ -187,23 +189,23 @@ def test_a_request_that_the_engine_refuses_is_told_as_failed(folder: Path) -> No
 def test_what_was_interrupted_and_then_dropped_is_not_told_of(folder: Path) -> None:
     """The engine still returns it with its next step; by then it may even be here again, in another epoch."""
     desk, alone = Desk(1), worker(folder)
-    alone.obey(Submit((1, 1, 1), [desk.job("t0")]))
+    obey(alone, Submit(Fence(1, 1, 1), [desk.work("t0")]))
     alone.step()
-    alone.obey(Interrupt((1, 1, 2), [("t0", 1)]))
-    alone.obey(Abort((1, 1, 3), [("t0", 1)]))
-    alone.obey(Submit((1, 1, 4), [desk.job("t0")]))
+    obey(alone, Interrupt(Fence(1, 1, 2), [("t0", 1)]))
+    obey(alone, Abort(Fence(1, 1, 3), [("t0", 1)]))
+    obey(alone, Submit(Fence(1, 1, 4), [desk.work("t0")]))
     alone.step()
-    news = alone.news(everything=False)
+    news = alone.report()
     assert news is None or not news.returned
 
 
 def test_a_trajectory_that_ends_right_after_a_pull_is_told_of_once(folder: Path) -> None:
     """Its tokens before the pull were told in the same message as its end, and one of the two was taken for a lie."""
     desk, alone = Desk(1), worker(folder)
-    alone.obey(Submit((1, 1, 1), [desk.job("t0")]))
+    obey(alone, Submit(Fence(1, 1, 1), [desk.work("t0")]))
     desk.where["t0"] = 0
     alone.step()
-    alone.obey(Pull((1, 1, 2), 1))
+    obey(alone, Pull(Fence(1, 1, 2), 1))
     while alone.engine.busy:
         alone.step()
     desk.news(0, alone, everything=True)
@@ -213,25 +215,27 @@ def test_a_trajectory_that_ends_right_after_a_pull_is_told_of_once(folder: Path)
 
 def test_every_step_is_measured_once_and_so_is_what_was_prefilled(folder: Path) -> None:
     desk, each = Desk(3), worker(folder)
-    each.obey(Submit((1, 0, 1), [desk.job(name) for name in desk.tokens]))
+    meter = Meter(each)
+    each.hear(Submit(Fence(1, 1, 1), [desk.work(name) for name in desk.tokens]))
     steps = 0
     for _ in range(4):
-        each.step()
+        meter.step()
         steps += 1
-    each.obey(Pull((1, 0, 2), 1))
-    cells, pulls, told = [], 0, 0
+    each.hear(Pull(Fence(1, 1, 2), 1))
+    meter.pull()
+    cells, pulls, told, tokens = [], 0, 0, 0
     while each.engine.busy:
-        each.step()
+        meter.step()
         steps += 1
-        if (news := each.news(everything=False)) is not None:
-            cells += news.costs.cells
-            pulls += news.costs.pulls
-            told += news.costs.told
-            desk.finished |= {finished.trajectory for finished in news.finished}
+        if each.urgent:
+            report = meter.report(everything=False)
+            cells += report.costs.cells
+            pulls += report.costs.pulls
+            told += report.costs.told
+            tokens += sum(count for news in report.finished for _, count in news.spans)
     assert sum(cell.count for cell in cells) == steps
-    assert sum(cell.running for cell in cells) == each.news(everything=True).load.generated  # type: ignore[union-attr]
+    assert sum(cell.running for cell in cells) == tokens
     before = 3 * 3 + 3 * (3 + 4)  # prompts at first; with what was made until then after the pull
     assert sum(cell.prefilled for cell in cells) == before
-    assert all(cell.mixed or not cell.prefilled for cell in cells)
-    assert pulls == 1
-    assert told == len(desk.finished) == 3
+    assert all(cell.mixed == bool(cell.prefilled) for cell in cells)
+    assert (pulls, told) == (1, 3)

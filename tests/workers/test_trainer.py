@@ -10,7 +10,8 @@ import torch
 
 from staleflow.runtime.local.link import SocketLink, pack
 from staleflow.training.checkpoints import load
-from staleflow.training.trainer import Group, StalenessError, Trainer, TrainerOptions
+from staleflow.training.checksums import damage
+from staleflow.training.trainer import StalenessError, Trainer, TrainerOptions
 from staleflow.types import (
     Broken,
     Feed,
@@ -18,15 +19,14 @@ from staleflow.types import (
     FromProcess,
     Pushed,
     Reset,
+    Row,
     Save,
     Saved,
     Stop,
     ToProcess,
     Trained,
-    TrainGroup,
-    TrainRow,
 )
-from staleflow.workers.trainer import TrainerWorker, rows, serve
+from staleflow.workers.trainer import TrainerWorker, serve
 from tests.training.test_trainer import base, groups_of
 
 __all__ = ["base"]
@@ -57,16 +57,8 @@ class Desk:
     def close(self) -> None: ...
 
 
-def sent(group: Group) -> TrainGroup:
-    members = [
-        TrainRow(row.name, row.tokens.tobytes(), row.logprobs.tobytes(), tuple(row.spans), row.reward) for row in group
-    ]
-    return TrainGroup(group[0].prompt.tobytes(), members)
-
-
-def step(number: int = 0, count: int = 4, version: int | None = None) -> list[TrainGroup]:
-    found = groups_of(count, 3, seed=number, version=number if version is None else version)
-    return [sent([row._replace(prompt=group[0].prompt) for row in group]) for group in found]
+def step(number: int = 0, count: int = 4, version: int | None = None) -> list[list[Row]]:
+    return [list(group) for group in groups_of(count, 3, seed=number, version=number if version is None else version)]
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -161,6 +153,16 @@ def test_a_checkpoint_of_the_version_asked_for_is_written_once_and_can_be_loaded
     assert same(other.versions[2], desk.versions[2])
 
 
+def test_a_checkpoint_that_another_attempt_left_is_not_taken_for_the_one_asked_for(base: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "step-000001"
+    before, after = Desk(base), Desk(base)
+    before.worker.handle([Feed(0, step(0)), Finish(0), Save(str(folder), {"run.state": b"an earlier attempt"})])
+    (folder / "run.state").unlink()
+    after.worker.handle([Feed(0, step(0)), Finish(0), Save(str(folder), {"run.state": b"this attempt"})])
+    assert (folder / "run.state").read_bytes() == b"this attempt"
+    assert damage(folder) == ""
+
+
 def test_a_trajectory_beyond_the_bound_breaks_the_run_by_name_and_changes_nothing(base: Any) -> None:
     ours, theirs = socket.socketpair()
     desk = Desk(base)
@@ -179,12 +181,3 @@ def test_a_trajectory_beyond_the_bound_breaks_the_run_by_name_and_changes_nothin
     assert "trajectory p0/0 has" in heard[-1].why
     assert "of version 0, 2 steps old at step 2; the bound is 1" in heard[-1].why
     assert (desk.trainer.version, desk.newest()) == (2, 2)
-
-
-def test_rows_arrive_as_they_were_sent() -> None:
-    (group,) = groups_of(1, 3)
-    group = [row._replace(prompt=group[0].prompt) for row in group]
-    for row, again in zip(group, rows(sent(group)), strict=True):
-        assert (row.name, row.spans, row.reward) == (again.name, again.spans, again.reward)
-        for one, other in zip(row[1:4], again[1:4], strict=True):
-            assert (one.dtype, one.tolist()) == (other.dtype, other.tolist())

@@ -24,9 +24,8 @@ from staleflow.runtime.local.placement import Place
 from staleflow.runtime.local.process import Child
 from staleflow.types import Broken, Role, Setup
 
-MOST_LIVES = 5
-"""A process that dies so often will die again."""
-STORE = "weights"
+MOST_STARTS = 5
+"""A process that dies this often will die again."""
 
 Hear = Callable[[Child, Any], None]
 
@@ -36,7 +35,8 @@ class Crew:
         self, directory: RunDirectory, model: Path, places: Mapping[str, Place], checkpoint: Path | None = None
     ) -> None:
         self.children: dict[str, Child] = {}
-        self.lives: dict[str, int] = {}
+        self.incarnations: dict[str, int] = {}
+        """How often each was started."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failure.add_done_callback(lambda failure: failure.exception())  # it may come when nobody waits any more
         self._directory = directory
@@ -51,19 +51,20 @@ class Crew:
 
         ``hear`` gets its messages; ``ended`` is told when it dies while the run goes on, before it is replaced.
         """
-        life = self.lives[name] = self.lives.get(name, 0) + 1
+        incarnation = self.incarnations[name] = self.incarnations.get(name, 0) + 1
         place = self._places[name]
         setup = Setup(
             role,
             name,
+            incarnation,
             str(self._directory.path),
             str(self._model),
-            STORE,
+            self._directory.store,
             list(place.cores),
             place.threads,
             place.nice,
             str(self._checkpoint or ""),
-            standby=life > 1,
+            standby=incarnation > 1,
         )
         child = self.children[name] = Child(setup, self._directory.log(name))
 
@@ -123,8 +124,8 @@ class Crew:
 
     def _replace(self, child: Child, hear: Hear, ended: Callable[[Child], None]) -> None:
         name = child.name
-        if self.lives[name] >= MOST_LIVES:
-            self.died(child, f"{name} died {MOST_LIVES} times, last")
+        if self.incarnations[name] >= MOST_STARTS:
+            self.died(child, f"{name} died {MOST_STARTS} times, last")
             return
         start = self.start(child.setup.role, name, hear, ended)
         task = asyncio.get_running_loop().create_task(start, name=f"restart of {name}")

@@ -20,32 +20,37 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.config import Config
-from staleflow.config.schema import ADDER
+from staleflow.config.machine import free_memory
+from staleflow.config.memory import trajectory_bytes
 from staleflow.coordinator.cost import CostModel
 from staleflow.observe.metrics import MetricsLog
 from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
-from staleflow.reward.pool import Settings as RewardSettings
-from staleflow.run.costs import RunCosts, TimedRewards, TimedTrainer
+from staleflow.run.checkpoints import checkpoints
+from staleflow.run.costs import RunCosts
+from staleflow.run.decisions import DecisionLog
 from staleflow.run.directory import RunDirectory
+from staleflow.run.origin import ORIGIN, origin_of
 from staleflow.run.parts import sizes
 from staleflow.run.record import Record
 from staleflow.run.state import STATE, pack_state, unpack_state
 from staleflow.runtime.control import ControlPlane, Settings
-from staleflow.runtime.filters import no_signal
 from staleflow.runtime.local.crew import Crew, RunError
 from staleflow.runtime.local.placement import placement
 from staleflow.runtime.local.process import Child
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
-from staleflow.runtime.outbox import Outbox
+from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.servers.book import let_go
 from staleflow.servers.durable import DurableJournal
+from staleflow.servers.filters import FILTERS
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer
-from staleflow.servers.weights import reclaim
+from staleflow.servers.weights import claim, standby_of
 from staleflow.tasks.opening import TaskSet
-from staleflow.types import Evaluate, Evaluated, News, Pushed, Ready, Saved, Trained
+from staleflow.tasks.options import ADDER
+from staleflow.training.checksums import REMOVED
+from staleflow.types import Evaluate, Evaluated, Pushed, Ready, Report, Saved, Trained
 
 __all__ = ["LocalRun", "RunError"]
 
@@ -86,11 +91,13 @@ class LocalRun:
         self._model = model
         self._cost = cost
         self._checkpoint = checkpoint
+        self._origin = origin_of(config, task.fingerprint, model)
         self._metrics = MetricsLog(directory.metrics)
+        self._decisions = DecisionLog(directory.decisions, on_trouble=lambda why: setattr(self, "notes", (why,)))
         self._training = False
         self._began = self._cpu_began = 0.0
         self._before_s = 0.0
-        """Seconds of training in earlier lives of the run."""
+        """Seconds of training in earlier attempts of the run."""
         self._shown_s = 0.0
         """CPU seconds for what people look at."""
         self._report: Trained | None = None
@@ -112,14 +119,16 @@ class LocalRun:
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
         places = placement(cores, config.rollout.instances, config.processes.threads, config.processes.pin)
         self.crew = Crew(self.directory, self._model, places, self._checkpoint)
-        self._open()
-        try:
-            await self.crew.within(self._start(), "start of all processes", START_S)
-            await self._evaluate()
-            await self._train()
-            await self._end()
-        finally:
-            await self._close()
+        store = self.directory.store
+        with claim(store), claim(standby_of(store)):
+            self._open()
+            try:
+                await self.crew.within(self._start(), "start of all processes", START_S)
+                await self._evaluate()
+                await self._train()
+                await self._end()
+            finally:
+                await self._close()
         self._write_profile()
         return self.summary()
 
@@ -143,15 +152,16 @@ class LocalRun:
     def _open(self) -> None:
         """The state of the run: empty, or that of the checkpoint."""
         config = self.config
-        self._life = self.directory.lives + 1
-        self.journal = DurableJournal(self.directory.journal(self._life), lazy_s=LAZY_S)
-        limits = Limits(config.rollout.max_tokens, self.task.max_prompt_tokens, self.task.vocab_size)
+        self._attempt = self.directory.lives + 1
+        self.journal = DurableJournal(self.directory.journal(self._attempt), lazy_s=LAZY_S)
+        memory = trajectory_bytes(config, free_memory())
+        limits = Limits(config.rollout.max_tokens, self.task.max_prompt_tokens, self.task.vocab_size, memory)
         ledger = StalenessLedger(config.groups, config.staleness, config.redundancy)
         self.payloads = Payloads(limits)
         self.server = TrajectoryServer(ledger, config.group_size, config.extra_members, self.journal, self.payloads)
         if self._checkpoint is not None:
             self.record = unpack_state((self._checkpoint / STATE).read_bytes(), self.server, self.journal)
-            self.record.lives = self._life
+            self.record.lives = self._attempt
             self._before_s = self.record.seconds
         self.server.on_committed = self._committed
         self.server.on_aborted = self._aborted
@@ -160,8 +170,7 @@ class LocalRun:
         self._trainer = RemoteTrainer(self.crew, self.server, self.server.ledger.version)
         self._log = os.open(self.directory.log("reward"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._pool = RewardPool(
-            config.reward.function,
-            RewardSettings(config.reward.workers, config.reward.timeout_s),
+            config.reward,
             self._on_scored,
             self._on_score_failed,
             stderr=self._log,
@@ -172,7 +181,6 @@ class LocalRun:
     def _control(self) -> ControlPlane:
         config = self.config
         port = PoolPort(self._pool, self.task.prompts.problem, self.payloads.token_bytes)
-        self._rewards = rewards = TimedRewards(port, self.costs.reward)
         settings = Settings(
             config.strategies,
             self._cost,
@@ -182,10 +190,11 @@ class LocalRun:
             reward_tries=config.reward.tries,
             pull_s=0.1,
         )
-        trainer = TimedTrainer(self._trainer, self.outbox, self.costs.finish)
-        control = ControlPlane(settings, self.server, trainer, rewards, self.task.prompts, term=self._life)
-        if config.filter == "no-signal":
-            control.filter = no_signal
+        trainer = HeldTrainer(self._trainer, self.outbox, self.costs.finish.add)
+        control = ControlPlane(settings, self.server, trainer, port, self.task.prompts, term=self._attempt)
+        control.scoring.on_answer = self.costs.reward.add
+        control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
+        control.filter = FILTERS.bound(config.filter, {}, config.filter_arguments)
         return control
 
     async def _start(self) -> None:
@@ -201,23 +210,22 @@ class LocalRun:
     def _from_instance(self, child: Child, message: Any) -> None:
         match message:
             case Ready():
-                life = self.crew.lives[child.name]
-                self.instances[child.name] = RemoteInstance(child, life, self.payloads)
-            case News():
+                self.instances[child.name] = RemoteInstance(child, self.crew.incarnations[child.name])
+            case Report():
                 port = self.instances[child.name]
-                report = port.hear(message)
+                port.hear(message)
                 self.costs.hear(message.costs)
                 if not child.ready.is_set():
                     child.ready.set()
                     if self._training:
                         self.control.join(port)
                 elif self._training:
-                    self.control.on_report(report)
+                    self.control.on_report(message)
 
     def _instance_ended(self, child: Child) -> None:
         self.notes = (f"{child.name} died and is replaced: {child.last_words()}",)
         if (port := self.instances.get(child.name)) is not None:
-            self.record.instance_busy_s += port.load.busy_s
+            self.record.instance_busy_s += port.busy_s
         if self._training:
             self.control.left(child.name)
 
@@ -226,7 +234,7 @@ class LocalRun:
             case Ready(version=version):
                 child.ready.set()
                 self._trainer.version = version
-                if self.crew.lives[child.name] > 1:
+                if self.crew.incarnations[child.name] > 1:
                     self._trainer_back(version)
             case Pushed(version=version):
                 self._trainer.version = version
@@ -250,7 +258,7 @@ class LocalRun:
             self.control.on_trainer_back()
         for folder, (wanted, state, _) in self._saving.items():
             if wanted == version:
-                self._trainer.save(folder, {STATE: state})
+                self._trainer.save(folder, {STATE: state, ORIGIN: self._origin})
 
     def _from_evaluator(self, child: Child, message: Any) -> None:
         match message:
@@ -273,10 +281,11 @@ class LocalRun:
 
     def _on_scored(self, name: str, reward: float) -> None:
         self._failures = 0
-        self._rewards.answered(name)
         self.control.on_scored(name, reward)
 
     def _on_score_failed(self, name: str, why: str) -> None:
+        if self.control.over:
+            return
         self._failures += 1
         self.notes = (f"reward of {name} failed: {why}",)
         if self._failures >= MOST_FAILURES:
@@ -301,7 +310,7 @@ class LocalRun:
 
     @property
     def control_share(self) -> float:
-        """Of one core, in this life of the run."""
+        """Of one core, in this attempt of the run."""
         return self._control_s / max(1e-9, time.monotonic() - self._began) if self._began else 0.0
 
     async def _train(self) -> None:
@@ -331,9 +340,9 @@ class LocalRun:
             self.record.control_s += self._control_s
             self.record.instance_s += len(self.instances) * (time.monotonic() - self._began)
             for port in self.instances.values():
-                self.record.instance_busy_s += port.load.busy_s
+                self.record.instance_busy_s += port.busy_s
             for name, child in self.crew.children.items():
-                used = child.cpu_s - (cpu[name] if self.crew.lives[name] == 1 else 0.0)
+                used = child.cpu_s - (cpu[name] if self.crew.incarnations[name] == 1 else 0.0)
                 self.record.cpu_s[name] = self.record.cpu_s.get(name, 0.0) + used
 
     def _interrupt(self) -> None:
@@ -366,7 +375,7 @@ class LocalRun:
         self.record.trained(
             report.facts, report.token_staleness, report.trajectory_staleness, report.busy_s, report.idle_s
         )
-        busy_s = self.record.instance_busy_s + sum(port.load.busy_s for port in self.instances.values())
+        busy_s = self.record.instance_busy_s + sum(port.busy_s for port in self.instances.values())
         busy_s, self._instances_busy_s = busy_s - self._instances_busy_s, busy_s
         self._metrics.write(
             {
@@ -406,14 +415,14 @@ class LocalRun:
         """The trainer gets this before any word of the next step's end, so it is at this version then."""
         folder, state, done = self.directory.checkpoint(version), pack_state(self.server, self.record), asyncio.Event()
         self._saving[folder] = (version, state, done)
-        self.outbox.send(self._trainer.save, folder, {STATE: state})
+        self.outbox.send(self._trainer.save, folder, {STATE: state, ORIGIN: self._origin})
         return done
 
     def _prune(self) -> None:
         """Keep the latest checkpoints only. One is renamed first, so that a half deleted one has no name to go by."""
         if keep := self.config.checkpoints.keep:
-            for folder in sorted(self.directory.checkpoints.glob("step-*"))[:-keep]:
-                gone = folder.rename(folder.with_name(f".removed-{folder.name}"))
+            for folder in checkpoints(self.directory.checkpoints)[:-keep]:
+                gone = folder.rename(folder.with_name(f"{REMOVED}{folder.name}"))
                 shutil.rmtree(gone, ignore_errors=True)
 
     async def _end(self) -> None:
@@ -428,10 +437,10 @@ class LocalRun:
         await self._pool.close()
         os.close(self._log)
         await self.crew.stop()
-        reclaim(self.directory.weights)  # shared memory of a trainer that was killed
         self.journal.on_durable = lambda: None
         await asyncio.to_thread(self.journal.close)
         self._metrics.close()
+        self._decisions.flush()
 
 
 def differ(group: Group) -> bool:

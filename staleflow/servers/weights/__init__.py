@@ -12,7 +12,8 @@ and instances need only the run's name:
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -32,7 +33,9 @@ __all__ = [
     "Pulled",
     "Pushed",
     "WeightsError",
+    "claim",
     "reclaim",
+    "standby_of",
 ]
 
 LEASE_S = 10.0
@@ -187,6 +190,25 @@ class LocalParameterServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def standby_of(store: str) -> str:
+    """The name of the store beside that of the weights that keeps what another trainer continues from."""
+    return f"{store}-standby"
+
+
+@contextmanager
+def claim(name: str, registry: Path | str | None = None) -> Generator[None]:
+    """Meanwhile the store of this name is not a leftover, even if no process is attached. Before and after, whatever
+    dead runs left is reclaimed."""
+    reclaim(registry)
+    folder = Registry(registry)
+    fd = folder.claim(name)
+    try:
+        yield
+    finally:
+        folder.disclaim(name, fd)
+        reclaim(registry)
 
 
 def reclaim(registry: Path | str | None = None) -> list[str]:

@@ -25,7 +25,7 @@ from staleflow.servers.weights.stores import Store
 from staleflow.servers.weights.tensors import Layout, digest_of, is_plain, raw
 
 ATTEMPTS = 8
-"""A pull starts over when its slot was taken. With leases that is rare; so many in a row are a fault somewhere."""
+"""A pull starts over when its slot was taken. With leases that is rare; this many in a row are a fault somewhere."""
 SMALL = 1 << 20
 """Up to here Python's own copy is the quickest to start; above, one that lets other threads run."""
 RENEW = 1 << 30
@@ -243,7 +243,7 @@ class Reader:
         return self.block.sequence(slot) == sequence
 
     def _verify(self, plan: Plan, mapped: Mapped, slot: int, sequence: int) -> bool:
-        """Checksum what is in the engine's tensors now. False if the slot was taken and it cannot be told."""
+        """Checksum what is in the engine's tensors now. False if the slot was taken, so that nobody knows."""
         for target, held in zip(plan.targets, plan.held(), strict=True):
             tensor, view = target.tensor, mapped.views[target.source]
             if tensor.dtype != view.dtype:

@@ -24,7 +24,7 @@ from staleflow.servers.weights.tensors import CHUNK, Cast, Layout, store_tensor
 USUAL_SLOTS = 2
 """One published, one to write the next version to."""
 IDLE_PUSHES = 2
-"""After so many pushes that did not need it, a further slot is given back. Taking memory is slow, so not at once."""
+"""After this many pushes that did not need it, a further slot is given back. Taking memory is slow, so not at once."""
 
 
 @dataclass(frozen=True, slots=True)

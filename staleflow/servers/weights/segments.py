@@ -3,9 +3,10 @@
 A store is a control file in the registry folder and a few POSIX shared memory segments that the file names. Whoever
 uses the store holds a shared ``flock`` on the file, its writer an exclusive one on a second file beside it. The kernel
 drops both when a process dies, however it dies: so a store that nobody holds is a leftover, and ``reclaim`` removes it
-and its memory without touching what another live run uses.
+and its memory without touching what another live run uses. A run that lives may have a store that nobody holds for a
+moment, when its trainer has died and no instance is attached: it claims the name as long as it lasts.
 
-    registry = Registry(None)              # per user, under the temporary folder
+    registry = Registry(None)              # per user, in shared memory like the segments themselves
     with registry.locked():                # while stores appear, are joined or go
         registry.reclaim(read_segments)    # names of the stores that were left over
 """
@@ -19,7 +20,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ _shm: Any = importlib.import_module("_posixshmem")
 """What ``multiprocessing.shared_memory`` is built on; used directly, because its resource tracker removes segments
 when the process that made them dies, and ours must outlive it."""
 SHM_FOLDER = "/dev/shm"
-"""Where Linux mounts shared memory: asked for free space only. Systems without it answer when memory is taken."""
+"""Where Linux mounts shared memory. Systems without it answer when memory is taken."""
 LOCK_WAIT_S = 30.0
 """How long the registry lock is waited for. It is held for milliseconds; freeing a large leftover takes longest."""
 
@@ -117,7 +118,7 @@ def _map(fd: int, size: int) -> mmap.mmap:
 
 
 def started(pid: int) -> int | None:
-    """When the process started, in the kernel's ticks; 0 if it lives and that cannot be told; None if it is dead.
+    """When the process started, in the kernel's ticks; 0 if it lives and that is unknown; None if it is dead.
 
     With the pid this names one process for good: the next to get the same pid has another start."""
     try:
@@ -140,12 +141,21 @@ def _alive(pid: int) -> int | None:
 
 # The registry
 
+SegmentsOf = Callable[[bytes], list[str] | None]
+"""Reads the segments' names from a control file's bytes; None if it cannot know them."""
+
+
+def _common_folder() -> Path:
+    """Where the segments are, if that is a folder: seen by exactly those who see them, and gone with them."""
+    shared = os.access(SHM_FOLDER, os.W_OK | os.X_OK)
+    return Path(SHM_FOLDER if shared else tempfile.gettempdir()) / f"staleflow-{os.getuid()}"
+
 
 class Registry:
     """One folder per user, with two small files for each store and a lock for the moments when stores come and go."""
 
     def __init__(self, folder: Path | str | None = None) -> None:
-        self.folder = Path(folder or Path(tempfile.gettempdir()) / f"staleflow-weights-{os.getuid()}")
+        self.folder = Path(folder or _common_folder())
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             owner = self.folder.stat().st_uid
@@ -161,6 +171,23 @@ class Registry:
 
     def writer(self, name: str) -> Path:
         return self.control(name).with_suffix(".writer")
+
+    def claimed(self, name: str) -> Path:
+        return self.control(name).with_suffix(".claim")
+
+    def claim(self, name: str) -> int:
+        """Until ``disclaim`` of what this returns, or the death of this process, the store is not a leftover."""
+        with self.locked():
+            fd = self.open(self.claimed(name), create=True)
+            if hold(fd, fcntl.LOCK_EX):
+                return fd
+        os.close(fd)
+        raise WeightsError(f"weights store {name!r} belongs to a run that lives: stop that first")
+
+    def disclaim(self, name: str, fd: int) -> None:
+        with self.locked():
+            self.claimed(name).unlink(missing_ok=True)
+            let_go(fd)
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None]:
@@ -187,24 +214,39 @@ class Registry:
         except OSError as error:
             raise self._unusable(error.strerror) from error
 
-    def reclaim(self, segments_of: Callable[[bytes], list[str] | None]) -> list[str]:
-        """Remove the stores that nobody holds, and their memory. Call it with the registry locked.
-
-        ``segments_of`` reads the segments' names from a control file's bytes; None if it cannot know them."""
+    def reclaim(self, segments_of: SegmentsOf) -> list[str]:
+        """Remove the stores that nobody holds, and their memory. Call it with the registry locked."""
         gone: list[str] = []
+        for name, segments in self.leftovers(segments_of):
+            self.remove(name, segments)
+            gone.append(name)
+        for claim in self.folder.glob("*.claim"):
+            if self._free(claim):
+                claim.unlink()
+        return gone
+
+    def leftovers(self, segments_of: SegmentsOf) -> Iterator[tuple[str, list[str]]]:
+        """Name and segments of each store that nobody holds, and that nobody can join before the next is asked for."""
         for control in sorted(self.folder.glob("*.weights")):
             fd = self.open(control)
             try:
-                if not hold(fd, fcntl.LOCK_EX):
-                    continue
-                segments = segments_of(control.read_bytes())
-                if segments is None:
-                    continue
-                self.remove(control.stem, segments)
-                gone.append(control.stem)
+                if hold(fd, fcntl.LOCK_EX) and self._free(control.with_suffix(".claim")):
+                    segments = segments_of(control.read_bytes())
+                    if segments is not None:
+                        yield control.stem, segments
             finally:
                 os.close(fd)
-        return gone
+
+    def _free(self, path: Path) -> bool:
+        """Whether no process holds the file, or there is none."""
+        try:
+            fd = self.open(path)
+        except FileNotFoundError:
+            return True
+        try:
+            return hold(fd, fcntl.LOCK_EX)
+        finally:
+            os.close(fd)
 
     def remove(self, name: str, segments: list[str]) -> None:
         """Segments first: a death in between leaves the file that names the rest."""

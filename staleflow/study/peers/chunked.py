@@ -1,4 +1,4 @@
-"""Streamed consumption in chunks: a trainer that starts on no fewer than so many groups at once.
+"""Streamed consumption in chunks: a trainer that starts on no fewer groups than a chunk has.
 
 Not a peer: it shows what it is worth to feed single groups. With chunks of a whole batch nothing is left of streaming.
 """
@@ -13,5 +13,5 @@ class ChunkedLedger(StalenessLedger):
 
     def take(self, limit: int | None = None) -> list[str]:
         if limit is None:  # a replay says how many were taken
-            limit = self._schedule.takeable() // self.chunk * self.chunk
+            limit = self.takeable() // self.chunk * self.chunk
         return super().take(limit)

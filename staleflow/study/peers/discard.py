@@ -1,7 +1,7 @@
 """prime-rl's and TRL's rule: start what the window has room for, train what is complete, throw away what is too old.
 
 When a version appears, every group that its step could not train any more is cancelled, in flight or complete, and its
-prompt is drawn again. That keeps the bound, at the price of the tokens and of the long replies among them.
+prompt is drawn again. That keeps the bound, at the price of the tokens and of the long responses among them.
 """
 
 from staleflow.protocol.schedule import Group
@@ -17,7 +17,7 @@ class DiscardLedger(QuotaLedger):
 
     def over_age(self) -> list[str]:
         return [
-            name for name, group in self._groups.items() if group.deadline < self.version and group.state != "leased"
+            name for name, group in self.groups.items() if group.deadline < self.version and group.state != "leased"
         ]
 
 

@@ -12,20 +12,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from staleflow.protocol import StalenessLedger
 from staleflow.protocol.ledger import LedgerError
 from staleflow.protocol.schedule import Group
 from staleflow.types import Batch, LedgerCounts, StepView
 
 
-class PeerLedger(StalenessLedger):
+class PeerLedger:
+    """A ``staleflow.protocol.Ledger`` whose admission and consumption are the two questions."""
+
     def __init__(self, batch_size: int, max_staleness: int, redundancy: int = 0) -> None:
-        super().__init__(batch_size, max_staleness, redundancy)
         if redundancy:
             raise LedgerError(f"redundancy={redundancy} is not what this policy does; compare it with redundancy=0")
+        self.batch_size = batch_size
+        self.max_staleness = max_staleness
+        self.redundancy = redundancy
+        self.version = 0
+        self.groups: dict[str, Group] = {}
+        """All that are live."""
         self.in_flight: dict[str, Group] = {}
         self.complete: dict[str, Group] = {}
         """In the order of completion."""
+        self.leased: list[Group] = []
+        self.committed = 0
+        self.released: dict[str, int] = {}
+        self._order = 0
 
     def quota(self) -> int:
         """By default as many as the steps up to the bound have places for."""
@@ -38,7 +48,11 @@ class PeerLedger(StalenessLedger):
     @property
     def admitted(self) -> int:
         """Groups that were started and not given up."""
-        return self._committed + len(self._groups)
+        return self.committed + len(self.groups)
+
+    @property
+    def taken(self) -> int:
+        return len(self.leased)
 
     @property
     def frontier(self) -> int:
@@ -49,19 +63,22 @@ class PeerLedger(StalenessLedger):
     def room(self, version: int) -> int:
         return max(0, self.quota()) if version == self.version else 0
 
+    def can_reserve(self, version: int) -> bool:
+        return self.room(version) > 0
+
     def reserve(self, group: str, version: int) -> bool:
         if self.room(version) <= 0:
             return False
         self._order += 1
-        self._groups[group] = self.in_flight[group] = Group(group, self._deadline(version, group), self._order)
+        self.groups[group] = self.in_flight[group] = Group(group, version + self.max_staleness, self._order)
         return True
 
     def lower(self, group: str, version: int) -> bool:
-        self._groups[group].deadline = min(self._groups[group].deadline, self._deadline(version, group))
+        self.groups[group].deadline = min(self.groups[group].deadline, version + self.max_staleness)
         return True
 
     def renew(self, group: str, version: int) -> None:
-        self._groups[group].deadline = max(self._groups[group].deadline, self._deadline(version, group))
+        self.groups[group].deadline = max(self.groups[group].deadline, version + self.max_staleness)
 
     def occupy(self, group: str) -> None:
         self._order += 1
@@ -69,11 +86,12 @@ class PeerLedger(StalenessLedger):
         entry.order, entry.state = self._order, "complete"
 
     def release(self, group: str, reason: str) -> None:
-        self._find(group, "release", "in flight", "complete")
+        if group not in self.in_flight and group not in self.complete:
+            raise LedgerError(f"release: group {group!r} is not live, or leased; roll its step back first")
         self.in_flight.pop(group, None)
         self.complete.pop(group, None)
-        del self._groups[group]
-        self._released[reason] = self._released.get(reason, 0) + 1
+        del self.groups[group]
+        self.released[reason] = self.released.get(reason, 0) + 1
 
     # Consumption
 
@@ -84,7 +102,7 @@ class PeerLedger(StalenessLedger):
         groups = self.pick()[: most if limit is None else min(limit, most)]
         for group in groups:
             group.state = "leased"
-            self._leased.append(self.complete.pop(group.name))
+            self.leased.append(self.complete.pop(group.name))
         return [group.name for group in groups]
 
     def ready(self) -> bool:
@@ -94,20 +112,20 @@ class PeerLedger(StalenessLedger):
     def consume(self, rank: Callable[[str], float] | None = None) -> Batch:  # noqa: ARG002  # nothing is given up
         step = self.version
         self.take()
-        return Batch(step, [group.name for group in self._leased], [])
+        return Batch(step, [group.name for group in self.leased], [])
 
     def commit(self, step: int) -> None:  # noqa: ARG002  # there is only one that can be meant
-        for group in self._leased:
-            del self._groups[group.name]
-        self._committed += self.taken
-        self._leased = []
+        for group in self.leased:
+            del self.groups[group.name]
+        self.committed += self.taken
+        self.leased = []
         self.version += 1
 
     def rollback(self, step: int) -> None:  # noqa: ARG002
-        for group in self._leased:
+        for group in self.leased:
             group.state = "complete"
-        self.complete = {group.name: group for group in self._leased} | self.complete
-        self._leased = []
+        self.complete = {group.name: group for group in self.leased} | self.complete
+        self.leased = []
 
     # For people
 
@@ -120,15 +138,15 @@ class PeerLedger(StalenessLedger):
 
     def counts(self) -> LedgerCounts:
         return LedgerCounts(
-            admitted=self.admitted + sum(self._released.values()),
-            live=len(self._groups),
+            admitted=self.admitted + sum(self.released.values()),
+            live=len(self.groups),
             complete=len(self.complete),
             leased=self.taken,
-            committed=self._committed,
-            released=dict(self._released),
+            committed=self.committed,
+            released=dict(self.released),
         )
 
     def to_state(self) -> dict[str, Any]:
         """The live groups, which is what invariants compare with the server's."""
-        entries = self._groups.values()
+        entries = self.groups.values()
         return {"groups": [[entry.name, entry.deadline - self.max_staleness, entry.state] for entry in entries]}

@@ -44,7 +44,7 @@ class WindowLedger(PeerLedger):
         heappush(self._free, self.places.pop(group))
 
     def commit(self, step: int) -> None:
-        for group in self._leased:
+        for group in self.leased:
             del self.places[group.name]
         super().commit(step)
 

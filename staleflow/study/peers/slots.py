@@ -68,7 +68,7 @@ class SlotLedger(PeerLedger):
         self._used[self.buffer.pop(group)] -= 1
 
     def commit(self, step: int) -> None:
-        for group in self._leased:
+        for group in self.leased:
             del self.buffer[group.name]
         del self._used[step]
         super().commit(step)

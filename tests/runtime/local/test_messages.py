@@ -8,53 +8,51 @@ from staleflow.runtime.local.link import pack, unpacker
 from staleflow.types import (
     Abort,
     Cell,
+    Chunk,
     Costs,
+    Failed,
     Feed,
+    Fence,
     Finish,
     FromProcess,
-    Job,
-    Load,
-    News,
+    InstanceState,
     Pull,
     Pushed,
+    Report,
+    Row,
     Stop,
     Submit,
-    Told,
     ToProcess,
-    TrainGroup,
-    TrainRow,
+    TrajectoryNews,
+    Work,
 )
 
 ints = st.integers(0, 2**31)
 names = st.text(max_size=12)
 spans = st.lists(st.tuples(ints, ints), max_size=3).map(tuple)
-fences = st.tuples(ints, ints, ints)
-jobs = st.builds(Job, names, ints, names, st.binary(), st.binary(), st.binary(), spans)
-rows = st.builds(TrainRow, names, st.binary(), st.binary(), spans, st.floats(allow_nan=False))
+fences = st.builds(Fence, ints, ints, ints)
+work = st.builds(Work, names, ints, names, ints, spans, st.binary(), st.binary(), st.binary())
+rows = st.builds(Row, names, st.binary(), st.binary(), st.binary(), spans, st.floats(allow_nan=False))
 to_process = st.one_of(
-    st.builds(Submit, fences, st.lists(jobs, max_size=3)),
+    st.builds(Submit, fences, st.lists(work, max_size=3)),
     st.builds(Abort, fences, st.lists(st.tuples(names, ints), max_size=3)),
     st.builds(Pull, fences, ints),
-    st.builds(Feed, ints, st.lists(st.builds(TrainGroup, st.binary(), st.lists(rows, max_size=2)), max_size=2)),
+    st.builds(Feed, ints, st.lists(st.lists(rows, max_size=2), max_size=2)),
     st.builds(Finish, ints),
     st.just(Stop()),
 )
-told = st.builds(Told, names, ints, spans, ints, st.binary(), st.binary())
-loads = st.builds(
-    Load,
-    fences,
-    st.integers(-1, 9),
-    *([ints] * 6),
-    st.none() | st.tuples(ints, ints, st.floats(0, 9)),
-    ints,
-    st.floats(0, 9),
-)
+chunks = st.builds(Chunk, ints, st.binary(), st.binary())
+news = st.builds(TrajectoryNews, names, ints, spans, st.none() | chunks)
 seconds = st.floats(0, 9)
+states = st.builds(
+    InstanceState, st.integers(-1, 9), *([ints] * 6), st.integers(-1, 9), st.none() | st.tuples(ints, ints, seconds)
+)
 cells = st.builds(Cell, st.booleans(), ints, ints, ints, ints, seconds, seconds)
 costs = st.builds(Costs, st.lists(cells, max_size=2), ints, seconds, ints, seconds)
-failed = st.just([("t", 1, "why")])
+failed = st.just([Failed("t", 1, "why")])
+told = st.lists(news, max_size=2)
 from_process = st.one_of(
-    st.builds(News, loads, *([st.lists(told, max_size=2)] * 3), failed, st.none() | ints, costs),
+    st.builds(Report, names, ints, fences, states, told, told, told, failed, st.none() | ints, costs),
     st.builds(Pushed, ints),
 )
 

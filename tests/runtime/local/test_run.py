@@ -10,31 +10,31 @@ from typing import Any
 
 import pytest
 
-from staleflow.commands.options import read_profile
-from staleflow.commands.train import guess
 from staleflow.config import Config, load
+from staleflow.config.costs import guessed, read_profile
 from staleflow.observe.metrics import read_metrics
+from staleflow.run.checkpoints import newest
+from staleflow.run.decisions import read_decisions
 from staleflow.run.directory import RunDirectory
-from staleflow.run.state import newest
 from staleflow.runtime.local.run import LocalRun, RunError
 from staleflow.servers.durable import DurableJournal
-from staleflow.simulate.presets import preset
+from staleflow.servers.payloads import Limits
 from staleflow.study.measured import read_run
 from staleflow.tasks import adder
-from staleflow.tasks.base_model import Shape, new_model, tokenizer
-from staleflow.tasks.opening import open_task
+from staleflow.tasks.opening import TaskSet, open_task
 from tests.runtime.local.rewards import evenness
 from tests.runtime.local.synchronous import Plain, train
+from tests.tiny_models import save_tiny
+
+pytestmark = pytest.mark.processes
 
 GROUPS, MEMBERS, MOST, RATE, WARMUP = 4, 4, 16, 3e-3, 3
+Finished = tuple[dict[str, Any], RunDirectory, list[int]]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    new_model(Shape(hidden=32, intermediate=48, layers=2, heads=2), seed=5).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
+    return save_tiny(tmp_path_factory.mktemp("model"), seed=5, hidden=32, intermediate=48, layers=2)
 
 
 def configured(model: Path, runs: Path, *changes: str) -> Config:
@@ -58,6 +58,10 @@ def configured(model: Path, runs: Path, *changes: str) -> Config:
     )
 
 
+def task_of(config: Config, model: Path) -> TaskSet:
+    return open_task(config.data, model, config.seed, config.evaluation.problems)
+
+
 def run_once(
     config: Config,
     model: Path,
@@ -66,7 +70,7 @@ def run_once(
 ) -> tuple[dict[str, Any], RunDirectory]:
     checkpoint = newest(directory.checkpoints) if directory else None
     directory = directory or RunDirectory.create(config, "test")
-    run = LocalRun(config, directory, model, open_task(config, model), guess(config, model), checkpoint, watch)
+    run = LocalRun(config, directory, model, task_of(config, model), guessed(config), checkpoint, watch)
 
     async def main() -> dict[str, Any]:
         async with asyncio.timeout(300):
@@ -76,7 +80,7 @@ def run_once(
 
 
 def plain(config: Config, model: Path) -> Plain:
-    prompts = open_task(config, model).prompts
+    prompts = task_of(config, model).prompts
 
     def reward(number: int, tokens: list[int]) -> float:
         from staleflow.reward.function import Response
@@ -163,17 +167,39 @@ def test_a_reward_that_always_fails_ends_the_run_with_one_line(model: Path, tmp_
         run_once(config, model)
 
 
-def test_checkpoints_load_in_transformers_and_summaries_have_their_keys(model: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run with memory for the trajectories of one step: its summary, its directory, and bytes claimed over time."""
+    memory = GROUPS * Limits(MOST, 4, 0).group_bytes(MEMBERS)
+    changes = ["steps=14", "staleness=1", "checkpoints.every=1", "checkpoints.keep=2"]
+    config = configured(model, tmp_path_factory.mktemp("runs"), *changes, f"processes.trajectory_gib={memory / 2**30}")
+    claimed: list[int] = []
+
+    def watch(run: LocalRun) -> None:
+        assert run.payloads.limits.memory == memory
+        claimed.append(run.payloads.claimed)
+
+    summary, directory = run_once(config, model, watch=watch)
+    assert max(claimed) <= memory
+    return summary, directory, claimed
+
+
+def test_a_run_with_memory_for_one_step_makes_them_all(finished: Finished) -> None:
+    summary, _, claimed = finished
+    assert summary["steps"] == 14
+    assert max(claimed) > 0
+
+
+def test_checkpoints_load_in_transformers_and_summaries_have_their_keys(finished: Finished) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = configured(model, tmp_path, "steps=4", "staleness=1", "checkpoints.every=1", "checkpoints.keep=2")
-    summary, directory = run_once(config, model)
+    summary, directory, _ = finished
     found = sorted(each.name for each in directory.checkpoints.iterdir())
-    assert found == ["step-000003", "step-000004"]
-    AutoModelForCausalLM.from_pretrained(directory.checkpoints / "step-000004")
-    AutoTokenizer.from_pretrained(directory.checkpoints / "step-000004")
-    trained = json.loads((directory.checkpoints / "step-000004" / "trainer.json").read_text())
-    assert trained["version"] == 4, "and not one that was made after the last step"
+    assert found == ["step-000013", "step-000014"]
+    AutoModelForCausalLM.from_pretrained(directory.checkpoint(14))
+    AutoTokenizer.from_pretrained(directory.checkpoint(14))
+    trained = json.loads((directory.checkpoint(14) / "trainer.json").read_text())
+    assert trained["version"] == 14, "and not one that was made after the last step"
     wanted = {
         "accuracy_initial", "accuracy_final", "steps", "wall_s", "seconds_to_90", "tokens_trained", "tokens_wasted",
         "trained_tokens_per_s", "bound", "max_staleness", "staleness_histogram", "violations", "groups_admitted",
@@ -204,18 +230,31 @@ def test_a_trainer_that_is_killed_loses_no_step_and_repeats_none(model: Path, tm
     assert summary["groups_committed"] == 8 * GROUPS
 
 
-def test_a_run_leaves_what_its_steps_cost_for_the_planner(model: Path, tmp_path: Path) -> None:
-    config = configured(model, tmp_path, "steps=12", "staleness=1", "groups=8")
-    summary, directory = run_once(config, model)
+def test_the_decisions_of_a_run_can_be_read_back_with_inputs_and_commands(finished: Finished) -> None:
+    summary, directory, _ = finished
+    decisions = list(read_decisions(directory.decisions))
+    routed = [command[1] for each in decisions for command in each.commands if command[0] == "Route"]
+    journal = DurableJournal(directory.journal(1), threaded=False)
+    assert routed == [event[1] for event in journal.events() if event[0] == "route"]
+    journal.close()
+    for each in decisions:
+        assert 0 <= each.time <= summary["wall_s"]
+        assert each.inputs["routing"]["routes"] == sum(command[0] == "Route" for command in each.commands)
+    assert [each.time for each in decisions] == sorted(each.time for each in decisions)
+    assert {each.inputs["newest"] for each in decisions} == {*range(14)}
+
+
+def test_a_run_leaves_what_its_steps_cost_for_the_planner(finished: Finished) -> None:
+    summary, directory, _ = finished
+    config = load(str(directory.config_file), [])
     directory.write(directory.summary, summary)
     measured = read_run(str(directory.path))
     assert measured.cost == read_profile(str(directory.profile))
-    assert measured.shares is not None
-    assert len(measured.prompts) == len(measured.signal) == 12 * 8
+    assert len(measured.prompts) == len(measured.signal) == 14 * GROUPS
     assert sorted(set(measured.prompts)) == sorted(measured.prompts)
-    setting = measured.apply(preset("paper-14b"))
+    setting = measured.setting()
     setting.check()
-    assert (setting.groups, setting.staleness, setting.instances) == (8, 1, config.rollout.instances)
+    assert (setting.groups, setting.staleness, setting.instances) == (GROUPS, 1, config.rollout.instances)
     assert setting.strategies == config.strategies
     assert min(setting.reward_s, setting.push_s, summary["pull_s"]) > 0
     rows = read_metrics(directory.metrics)

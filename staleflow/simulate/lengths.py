@@ -1,11 +1,10 @@
 """Length distributions, each as its quantile function: ``quantile(u)`` rises with ``u`` in (0, 1) and is positive.
 
 Lengths are real numbers here; ``Workload`` scales, caps and rounds them. A distribution that cannot be is refused
-when it is made, with a ``WorkloadError`` that says what to write instead.
+when it is made, with a ``ConfigError`` that says what to write instead.
 
     Lognormal.from_mean(1500, cv=1.5).quantile(0.5)   # the median
-    Empirical((200, 200, 4000)).quantile(0.9)         # 4000: each listed value is as likely as any other
-    servegen_r1_output().quantile(0.99)               # production DeepSeek-R1 replies
+    servegen_r1_output().quantile(0.99)               # production serving of DeepSeek-R1
 """
 
 import csv
@@ -19,10 +18,31 @@ from itertools import pairwise
 from statistics import NormalDist
 from typing import Protocol
 
-from staleflow.simulate.lengths.checks import LARGEST, require, require_between, require_positive
+from staleflow.errors import ConfigError
 
+LARGEST = 1e12
+"""No length or factor needs more, and products of what is below it stay finite."""
 _NORMAL_QUANTILE = NormalDist().inv_cdf
 _LARGEST_EXPONENT = 100.0  # every cap lies far below exp() of it
+
+
+def require(holds: bool, name: str, value: object, instead: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} is {shown(value)}: write {instead}")
+
+
+def require_between(name: str, value: float, low: float, high: float) -> None:
+    require(low <= value <= high, name, value, f"a number from {low:g} to {high:g}")
+
+
+def require_positive(name: str, value: float) -> None:
+    require(0 < value <= LARGEST, name, value, f"a number above 0 and at most {LARGEST:g}")
+
+
+def shown(value: object) -> str:
+    """``repr`` on one line and short enough to read."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class Distribution(Protocol):
@@ -95,7 +115,7 @@ class PowerLaw:
 
 @dataclass(frozen=True, slots=True)
 class Bimodal:
-    """A share of long replies among short ones; each mode is uniform within ``spread`` (relative) of its centre."""
+    """A share of long responses among short ones; each mode is uniform within ``spread`` (relative) of its centre."""
 
     short: float
     long: float
@@ -115,22 +135,6 @@ class Bimodal:
         if u < short_share:
             return self.short * (1 + self.spread * (2 * u / short_share - 1))
         return self.long * (1 + self.spread * (2 * (u - short_share) / self.long_share - 1))
-
-
-@dataclass(frozen=True, slots=True)
-class Empirical:
-    """A list of lengths, each as likely as any other."""
-
-    values: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        require(len(self.values) > 0, "values", self.values, "at least one length")
-        for value in self.values:
-            require_positive("a length", value)
-        object.__setattr__(self, "values", tuple(sorted(self.values)))
-
-    def quantile(self, u: float) -> float:
-        return self.values[int(u * len(self.values))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +163,7 @@ class QuantileTable:
 @lru_cache(maxsize=1)
 def servegen_r1_output() -> QuantileTable:
     """Output tokens of production DeepSeek-R1 serving; source and licence in the README next to the table."""
-    with (files("staleflow.simulate.lengths") / "servegen_r1_output.csv").open(encoding="utf-8") as lines:
+    with (files("staleflow.simulate") / "data" / "servegen_r1_output.csv").open(encoding="utf-8") as lines:
         return read_table(lines)
 
 

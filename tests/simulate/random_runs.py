@@ -1,6 +1,6 @@
 """Random small runs with random faults. A failing seed is a bug report:
 
-python -m tests.simulate.scenarios 139        # the same run again, with the journal's faults printed
+python -m tests.simulate.random_runs 139        # the same run again, with the journal's faults printed
 """
 
 import sys
@@ -11,8 +11,9 @@ from staleflow.coordinator.strategies import Strategies
 from staleflow.simulate import faults, invariants
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.disk import FAULT
-from staleflow.simulate.presets import Setting, preset
-from staleflow.simulate.workload import Bimodal, Lognormal, PowerLaw, Sampled, Uniform, Workload
+from staleflow.simulate.lengths import Bimodal, Lognormal, PowerLaw, Uniform
+from staleflow.simulate.setting import Setting, preset
+from staleflow.simulate.workload import Sampled, Workload
 
 BASE = preset("paper-14b")
 LENGTHS = (
@@ -40,7 +41,7 @@ def setting_of(seed: int) -> Setting:
         training_gpus=4,
         redundancy=random.choice((0, 0, 1)),
         extra_members=random.choice((0, 0, 1)),
-        filter_uniform=filtered,
+        filter="no-signal" if filtered else "none",
         reward_s=random.choice((0.0, 3.0)),
         prompts=None if filtered else prompts,  # prompts without signal are not drawn again
         workload=Workload(
@@ -62,11 +63,13 @@ def setting_of(seed: int) -> Setting:
     )
 
 
-def run(seed: int, count: int = 6, setting: Setting | None = None) -> Cluster:
-    """One run with ``count`` faults, checked after every instant and at the end."""
-    cluster = Cluster(setting or setting_of(seed), seed, shuffle=seed % 2 == 1)
+def run(
+    seed: int, count: int = 6, setting: Setting | None = None, names: tuple[str, ...] = tuple(faults.FAULTS)
+) -> Cluster:
+    """One run with ``count`` faults among those named, checked after every instant and at the end."""
+    cluster = Cluster(setting or setting_of(seed), seed, keep_journal=True, shuffle=seed % 2 == 1)
     if count:
-        faults.arm(cluster, count)
+        faults.arm(cluster, count, names)
     invariants.watch(cluster, every=1 if seed % 10 == 0 else 16)
     cluster.run()
     assert cluster.control.ledger.version == cluster.setting.steps

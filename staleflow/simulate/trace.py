@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from staleflow.simulate.lengths.checks import WorkloadError, require, shown
+from staleflow.errors import ConfigError
+from staleflow.simulate.lengths import require, shown
 
 # Names that public traces use for the same thing (Azure, Mooncake); ours come first.
 PROMPT_NAMES = ("prompt_tokens", "input_tokens", "ContextTokens")
@@ -112,8 +113,8 @@ def _consecutive(rows: list[Row], group_size: int) -> Trace:
 class _File:
     path: Path
 
-    def error(self, problem: str) -> WorkloadError:
-        return WorkloadError(f"{self.path}: {problem}")
+    def error(self, problem: str) -> ConfigError:
+        return ConfigError(f"{self.path}: {problem}")
 
     def rows(
         self, group_by: tuple[str, ...], output_names: tuple[str, ...], prompt_tokens: int | None

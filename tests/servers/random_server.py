@@ -11,9 +11,9 @@ from staleflow.protocol import StalenessLedger
 from staleflow.servers.journal import Journal
 from staleflow.servers.lifecycle import Trajectory
 from staleflow.servers.payloads import Chunk, Limits, Payloads
-from staleflow.servers.trajectories import TrajectoryServer, tokens
-from staleflow.types import Spans
-from tests.servers.worlds import Source, state_of
+from staleflow.servers.trajectories import TrajectoryServer
+from staleflow.types import Spans, token_count
+from tests.servers.small_server import Source, state_of
 
 LIMITS = Limits(max_tokens=40, max_prompt_tokens=10_000, vocab_size=50_000)
 SOURCE = Source(first=3)
@@ -38,7 +38,7 @@ def image(server: TrajectoryServer) -> str:
         for each in server
         if each.state != "aborted"
     ]
-    prompts = [payloads.prompt(name).tobytes() for name in server.groups]
+    prompts = [payloads.token_bytes(name) for name in server.groups]
     whole = repr((state_of(server), held, prompts, payloads.bytes, payloads.claimed))
     return hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()
 
@@ -78,8 +78,8 @@ class Life:
             version = max(self.server.ledger.version, one.spans[-1][0] if one.spans else 0)
             more = self.random.randrange(12)
             spans: Spans = (*one.spans, (version, more)) if more else one.spans
-            total = min(tokens(spans), LIMITS.max_tokens)
-            if total < tokens(spans):
+            total = min(token_count(spans), LIMITS.max_tokens)
+            if total < token_count(spans):
                 return
             start = self.random.randrange(one.generated + 1)
             chunk = content(one.name, start, total)

@@ -25,7 +25,7 @@ ELEMENTS = {"embed": 300_000, "norm": 17, "up": 200_000, "down": 100_000, "bias"
 
 def context() -> Any:
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["tests.servers.weights_children"])
+    found.set_forkserver_preload(["tests.servers.weights_processes"])
     return found
 
 

@@ -44,16 +44,17 @@ def status_of(run: LocalRun) -> Status:
 
 
 def _instance(run: LocalRun, name: str) -> InstanceStatus:
-    load = run.instances[name].load
+    port = run.instances[name]
+    state = port.state
     member = run.control.members.get(name)
     return InstanceStatus(
         name=name,
-        version=load.version,
-        running=load.running,
-        waiting=load.waiting,
-        kv_used=load.kv_total - load.kv_free,
-        kv_total=load.kv_total,
+        version=state.version,
+        running=state.running,
+        waiting=state.waiting,
+        kv_used=state.kv_used,
+        kv_total=state.kv_total,
         alive=member is not None and member.alive,
         pulling=member is not None and member.pulling is not None,
-        tokens_per_s=load.generated / run.seconds if run.seconds else 0.0,
+        tokens_per_s=port.tokens / run.seconds if run.seconds else 0.0,
     )

@@ -4,8 +4,10 @@ On a laptop two instances and a trainer have two cores. Where costs are seconds 
 gets a share of one takes as many times longer. ``Sharing`` says what the shares are, ``SharedCluster`` simulates with
 them: whenever somebody begins or ends to work, all speeds change. ::
 
-    sharing = calibrated(run.shares, setting, cores=2, trains=run.teaches)
-    cluster = SharedCluster(setting, seed=1, sharing=sharing, trains=run.teaches)
+    run = read_run("runs/7")
+    setting, trains = alone(run), teaches(run)
+    sharing = calibrated(Shares.of(run), setting, cores=2, trains=trains)
+    cluster = SharedCluster(setting, seed=1, sharing=sharing, trains=trains)
     cluster.run()
     cluster.marks           # after each step: what there was until then
 """
@@ -14,14 +16,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from staleflow.errors import ConfigError
 from staleflow.servers.lifecycle import Group
 from staleflow.simulate.cluster import Cluster
-from staleflow.simulate.presets import Setting
 from staleflow.simulate.rollout import SimRollout
+from staleflow.simulate.setting import Setting
 from staleflow.simulate.trainer import SimTrainer
+from staleflow.study.measured import MeasuredRun
 
 
 class Shares(NamedTuple):
@@ -33,6 +37,40 @@ class Shares(NamedTuple):
     trainer_busy: float
     """Share of the time in which it worked, fast or slowly."""
     instance_busy: float
+
+    @classmethod
+    def of(cls, run: MeasuredRun) -> Shares:
+        summary = run.summary
+        try:
+            return cls(
+                trainer_cpu=min(1.0, summary["cpu_s"]["trainer"] / summary["trainer_busy_s"]),
+                instance_cpu=min(1.0, float(summary["instance_cpu_share"])),
+                trainer_busy=summary["trainer_busy_s"] / summary["wall_s"],
+                instance_busy=1 - summary["instance_idle"],
+            )
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            raise ConfigError(
+                f"{run.folder} does not say what CPU time its processes had: give a run of staleflow train"
+            ) from None
+
+
+def alone(run: MeasuredRun, words: Sequence[str] = ()) -> Setting:
+    """The run to be simulated, with what is computed at the cost of a core of its own: its CPU seconds."""
+    setting, shares = run.setting(words), Shares.of(run)
+    per_token_s = run.training.per_taught_token_s or run.training.per_token_s
+    return replace(
+        setting,
+        trainer_per_token_gpu_s=per_token_s * shares.trainer_cpu * setting.training_gpus,
+        trainer_fixed_s=setting.trainer_fixed_s * shares.trainer_cpu,
+        rollout=setting.rollout.scaled(shares.instance_cpu),
+    )
+
+
+def teaches(run: MeasuredRun) -> Callable[[int], bool]:
+    """Whether the group of a prompt, which come round again and again, costs training."""
+    if not run.training.per_taught_token_s:
+        return lambda _: True
+    return lambda prompt: run.signal[run.order[prompt % len(run.order)]]
 
 
 class Overlap(NamedTuple):

@@ -1,0 +1,213 @@
+"""What commands have in common: one language of settings, pictures, processes, progress, and how they refuse.
+
+``train``, ``simulate``, ``compare``, ``plan`` and ``profile`` take the same ``[CONFIG] [key=value ...]``. An option
+such as ``--staleness 1`` is a short way to write a setting. Whatever is wrong is a ``StaleFlowError`` of one line,
+raised before anything runs or is written; ``staleflow.cli`` prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from staleflow.config import PRESETS, Config, load
+from staleflow.config.convert import full_name
+from staleflow.config.machine import cores
+from staleflow.config.presets import LAPTOP, PAPER
+from staleflow.config.text import one_line, render_flow
+from staleflow.errors import ConfigError
+from staleflow.files import write_whole
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from staleflow.simulate.setting import Setting
+
+    Subparsers = argparse._SubParsersAction[Any]  # pyright: ignore[reportPrivateUsage]
+else:
+    Subparsers = object
+
+SHORT = {
+    "instances": "rollout.instances",
+    "groups": "groups",
+    "group_size": "group_size",
+    "staleness": "staleness",
+    "steps": "steps",
+    "seed": "seed",
+    "trace": "cluster.trace",
+    "profile": "cluster.profile",
+    "device": "rollout.device",
+    "dtype": "rollout.dtype",
+    "threads": "processes.threads",
+}
+"""Options that are short for a setting."""
+LENGTHS = ("cluster.lengths", "cluster.mean_tokens", "cluster.between")
+WIDTH = 132
+"""Columns of a table that is not shown on a terminal."""
+
+
+def refuse(error: object, code: int = 2) -> int:
+    """Say on one line what is wrong, whatever the values in it hold."""
+    print(f"staleflow: error: {one_line(error)}", file=sys.stderr)
+    return code
+
+
+# Settings
+
+
+def add_settings(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="CONFIG | KEY=VALUE",
+        help=f"a preset ({', '.join(PRESETS)}) or a .yaml or .toml file (default: {default}), then changes such as "
+        "rollout.instances=4; a section that only one setting of that name has may be left out",
+    )
+
+
+def add_simulated(parser: argparse.ArgumentParser, staleness: Callable[[str], Any] = int) -> None:
+    """What the commands that simulate take. ``staleness`` reads the value of its option."""
+    add_settings(parser, PAPER)
+    parser.add_argument("--preset", metavar="NAME", help="the same as CONFIG")
+    parser.add_argument("--instances", type=int, metavar="N", help="rollout instances")
+    parser.add_argument("--gpus", type=int, metavar="N", help="all GPUs; split as CONFIG does, unless told otherwise")
+    parser.add_argument("--groups", type=int, metavar="N", help="groups for each step")
+    parser.add_argument("--group-size", type=int, metavar="N", help="responses of a group")
+    several = " (with commas: several)" if staleness is not int else ""
+    parser.add_argument("--staleness", type=staleness, metavar="N", help=f"the bound, in steps{several}")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps to train")
+    parser.add_argument(
+        "--trace", metavar="FILE.csv", help="recorded lengths: columns prompt_tokens,output_tokens and perhaps group"
+    )
+    parser.add_argument(
+        "--profile", metavar="FILE.json", help="what engine steps cost, as staleflow profile measured it"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+@dataclass(slots=True)
+class Asked:
+    """What a command line asks for."""
+
+    source: str | None
+    """A preset or a file."""
+    words: list[str]
+    """``key=value``, those of options included."""
+    names: set[str]
+    """Of the settings among them, in full."""
+
+    def config(self, default: str = LAPTOP) -> Config:
+        return load(self.source, self.words, default)
+
+
+def asked(options: argparse.Namespace) -> Asked:
+    """Each thing once. What the settings themselves say is looked at by ``load``."""
+    sources = [word for word in options.words if "=" not in word]
+    sources += [options.preset] if getattr(options, "preset", None) is not None else []
+    if len(sources) > 1:
+        raise ConfigError(f"{sources[0]!r} and {sources[1]!r} are both not key=value: give one preset or file")
+    words = [word for word in options.words if "=" in word]
+    names: set[str] = set()
+    for name in (full_name(word.partition("=")[0].strip()) for word in words):
+        if name in names:
+            raise ConfigError(f"{name} is given twice: give it once")
+        names.add(name)
+    for option, name in SHORT.items():
+        if (value := getattr(options, option, None)) is not None:
+            if name in names:
+                raise ConfigError(f"{name} is given twice: give --{option.replace('_', '-')} or {name}=, not both")
+            names.add(name)
+            words.append(f"{name}={render_flow(value)}")
+    if "cluster.trace" in names and (given := [name for name in LENGTHS if name in names]):
+        raise ConfigError(f"{given[0]} has no meaning with a trace, whose lengths are recorded: leave one out")
+    return Asked(sources[0] if sources else None, words, names)
+
+
+def read_setting(options: argparse.Namespace, wanted: Asked) -> tuple[Config, Setting]:
+    """What is to be simulated."""
+    from staleflow.simulate.setting import setting_of
+
+    config = wanted.config(PAPER)
+    return config, fitted(options, wanted, setting_of(config, wanted.source or PAPER))
+
+
+def fitted(options: argparse.Namespace, wanted: Asked, setting: Setting) -> Setting:
+    """The setting on as many GPUs as were asked for. What cannot run is refused."""
+    from staleflow.simulate.setting import with_gpus
+
+    if options.gpus is not None:
+        setting = with_gpus(setting, options.gpus, wanted.names)
+    setting.check()
+    return setting
+
+
+# Processes and progress
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--jobs", type=int, default=cores(), metavar="N", help="processes (default: one for each core)")
+
+
+def check_jobs(jobs: int) -> int:
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs} is impossible: give 1 or more")
+    return jobs
+
+
+@contextmanager
+def stuck_is_told() -> Iterator[None]:
+    """A simulated run that cannot continue is an error of one line."""
+    from staleflow.runtime.control import StalledError
+    from staleflow.simulate.clock import DeadlockError
+    from staleflow.simulate.invariants import BrokenInvariantError
+
+    try:
+        yield
+    except (StalledError, DeadlockError) as error:
+        raise StalledError(f"the run is stuck: {error}") from None
+    except BrokenInvariantError as error:
+        raise StalledError(f"a promise was broken, please report it with the command: {error}") from None
+    except BrokenProcessPool:
+        raise StalledError("a process was ended from outside, perhaps for its memory: give fewer --jobs") from None
+
+
+def tell(what: str) -> None:
+    """On a terminal, what is being done, on a line that is written over."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{what}", end="\r", file=sys.stderr, flush=True)
+
+
+def console() -> Console:
+    from rich.console import Console  # takes a while to load, and only tables need it
+
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+# The picture's file
+
+
+def check_picture(name: str | None) -> Path | None:
+    """Refuse a path that cannot become a picture before the run, not after it."""
+    if name is None:
+        return None
+    path = Path(name)
+    if path.suffix != ".svg":
+        raise ConfigError(f"--picture {name} is not an SVG file: give a name that ends in .svg")
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--picture {name} cannot be written: give a file in a folder that exists and is yours")
+    return path
+
+
+def write_picture(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise ConfigError(f"--picture {path}: {error.strerror}: give a path that can be written") from None

@@ -1,0 +1,70 @@
+"""What engine steps and training cost: as measured or given, or a first guess from the model's geometry.
+
+engine_costs(config)        # of the section cluster: its profile, its coefficients, or the guess
+guessed(config)             # rough, for the coordinator of a real run until it has measured
+"""
+
+import json
+import math
+from pathlib import Path
+
+from staleflow.config.cluster import COEFFICIENTS
+from staleflow.config.schema import Config
+from staleflow.config.sizes import sizes_of
+from staleflow.coordinator.cost import CostModel
+from staleflow.errors import ConfigError
+
+BANDWIDTH = {"cpu": 1e10, "cuda": 2e12}
+FLOPS = {"cpu": 4e10, "cuda": 4e14}
+"""Rough peaks of a device."""
+TRAINING_FLOP = 8
+"""For each parameter and token: forward, backward, and forward again where activations are recomputed."""
+TRAINING_SHARE = 0.4
+"""Of the peak that training reaches."""
+
+
+def engine_costs(config: Config) -> CostModel:
+    if config.cluster.profile is not None:
+        return read_profile(config.cluster.profile)
+    return CostModel(**config.cluster.costs) if config.cluster.costs else guessed(config)
+
+
+def guessed(config: Config) -> CostModel:
+    """What a decoding step may cost, from the model's shape. ``ConfigError`` if the model is not there."""
+    sizes, kind = sizes_of(config), config.rollout.device.partition(":")[0]
+    return CostModel.from_geometry(
+        parameters=sizes.parameters,
+        layers=sizes.layers,
+        kv_heads=sizes.kv_heads,
+        head_size=sizes.head_dim,
+        bandwidth=BANDWIDTH[kind],
+        flops=FLOPS[kind],
+        bytes_per_value=4 if config.rollout.dtype == "float32" else 2,
+    )
+
+
+def training_cost(config: Config) -> float:
+    """GPU seconds to train one token."""
+    if config.cluster.trainer_per_token_gpu_s is not None:
+        return config.cluster.trainer_per_token_gpu_s
+    peak = FLOPS[config.training.device.partition(":")[0]]
+    return TRAINING_FLOP * sizes_of(config).parameters / (TRAINING_SHARE * peak)
+
+
+def weight_bytes(config: Config) -> float:
+    """What a pull loads."""
+    return config.cluster.weight_bytes or 4.0 * sizes_of(config).parameters
+
+
+def read_profile(name: str) -> CostModel:
+    """The coefficients in a file of ``staleflow profile``."""
+    try:
+        found = json.loads(Path(name).read_text())["coefficients"]
+        values = {each: float(found[each]) for each in COEFFICIENTS}
+    except OSError as error:
+        raise ConfigError(f"profile {name} cannot be read ({error.strerror}): make it with staleflow profile") from None
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(f"profile {name} holds no coefficients: make it with staleflow profile") from None
+    if not all(math.isfinite(value) for value in values.values()) or values["floor"] + values["fixed"] <= 0:
+        raise ConfigError(f"profile {name}: a step that takes no time is impossible: measure again")
+    return CostModel(**values)

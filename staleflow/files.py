@@ -1,0 +1,20 @@
+"""Files that are there whole or not at all."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of it or nothing: readers never see half a file, and what was there before stays if this fails."""
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(draft, 0o644)
+        os.replace(draft, path)
+    except BaseException:
+        os.unlink(draft)
+        raise

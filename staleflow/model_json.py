@@ -1,0 +1,34 @@
+"""The JSON files of a model folder in Hugging Face format, read without loading anything.
+
+read_json(folder / "config.json")["vocab_size"]
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from staleflow.errors import ConfigError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""What the built-in engine runs. One skeleton: RMSNorm, rotary positions, grouped and plainly causal attention, SwiGLU.
+SmolLM and SmolLM2 are ``llama``."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}): write the model again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no settings of a model: write the model again")
+    return found
+
+
+def unsupported(where: str | Path, family: Any) -> str | None:
+    """Why the built-in engine cannot run a model of this family; None if it can."""
+    if family in FAMILIES:
+        return None
+    return (
+        f"{where}: model_type {family!r} is not supported by the built-in engine: use one of {', '.join(FAMILIES)}, or "
+        "an engine of your own by rollout.engine=module:Class"
+    )

@@ -1,0 +1,177 @@
+"""Parts that a setting names: the built-in ones by name, the user's own as ``module:function``.
+
+A new built-in is one function and one line in its registry. Targets are texts, so that names can be listed and checked
+without importing what is behind them::
+
+    LOSSES = Registry("training.loss", {"dapo": Entry("staleflow.training.losses:dapo")}, takes=("logprobs_T", ...))
+    LOSSES.problem("dapoo")             # ": write dapo"
+    LOSSES.load("dapo")                 # the function
+    LOSSES.load("my_module:loss")       # the user's own; the current folder is looked in too
+
+A name that ends in ``:`` or ``/`` stands for everything that begins with it, one that begins with a dot for files of
+that ending. What else a registry knows of its entries are fields of its own kind of entry; a user's function may have
+attributes of these names.
+"""
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from staleflow.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    target: str
+    """``module:function``."""
+    needs: str | None = None
+    """A module of another package that it cannot do without."""
+    arguments: bool = False
+    """Whether a built-in takes the mapping of arguments too, as the user's own do."""
+
+
+AnEntry = TypeVar("AnEntry", bound=Entry)
+
+
+class Registry(Generic[AnEntry]):
+    def __init__(
+        self, setting: str, entries: Mapping[str, AnEntry], takes: Sequence[str], arguments: str | None = None
+    ) -> None:
+        """``takes``: the positional arguments of every function. ``arguments``: the field beside the setting with what
+        the user's own is told by name; None: that of the setting's name."""
+        self.setting = setting
+        self.arguments = arguments or f"{setting.rpartition('.')[2]}_arguments"
+        self.entries = dict(entries)
+        self.takes = tuple(takes)
+        self._kind = type(next(iter(self.entries.values())))
+        self._loaded: dict[str, Callable[..., Any]] = {}
+
+    def key(self, name: str) -> str | None:
+        """The built-in that a value means; None: it is the user's own, or unknown."""
+        if name in self.entries:
+            return name
+        prefix = (key for key in self.entries if key.endswith((":", "/")) and name.startswith(key))
+        return next(prefix, None) or next((key for key in self.entries if key == Path(name).suffix.lower()), None)
+
+    def problem(self, name: str) -> str | None:
+        """How a line goes on after ``setting=name`` if there is no such thing. Imports nothing."""
+        module, _, function = name.partition(":")
+        if not name or (module and function) or self.key(name) is not None:  # one not given yet is refused by ``check``
+            return None
+        plain = [key for key in self.entries if not key.startswith(".") and not key.endswith((":", "/"))]
+        near = difflib.get_close_matches(name, plain, n=1, cutoff=0.7)
+        return f": write {near[0]}" if near else f": write one of {self.choices}"
+
+    @property
+    def choices(self) -> str:
+        """What may be written, for people."""
+        shown = [f"{key}..." if key.endswith((":", "/")) else key for key in self.entries]
+        shown = [f"a {key} file" if key.startswith(".") else key for key in shown]
+        return f"{', '.join(shown)}, or module:function"
+
+    def takes_arguments(self, name: str) -> bool:
+        """Whether the field of arguments is for it."""
+        key = self.key(name)
+        return key is None or self.entries[key].arguments
+
+    def entry(self, name: str) -> AnEntry:
+        """What is known of it. The user's own is imported, and may say more in attributes."""
+        key = self.key(name)
+        if key is not None:
+            return self.entries[key]
+        function = self.load(name)
+        traits = [each.name for each in fields(self._kind)[len(fields(Entry)) :]]
+        return self._kind(name, **{trait: getattr(function, trait) for trait in traits if hasattr(function, trait)})
+
+    def load(self, name: str) -> Callable[..., Any]:
+        """The function, or ``ConfigError`` in one line."""
+        if name not in self._loaded:
+            if (problem := self.problem(name)) is not None or not name:
+                raise ConfigError(f"{self.setting}={name}{problem or f': write one of {self.choices}'}")
+            key = self.key(name)
+            self._loaded[name] = self._import(name if key is None else self.entries[key].target, name)
+        return self._loaded[name]
+
+    def bound(self, name: str, settings: Mapping[str, Any], arguments: Mapping[str, Any]) -> Callable[..., Any]:
+        """The function with its knobs: those of the settings that it has and that are given, and the arguments."""
+        knobs = self.knobs(name)
+        given = {knob: value for knob, value in settings.items() if value is not None and knob in knobs}
+        return partial(self.load(name), **{**given, **arguments})
+
+    def knobs(self, name: str) -> tuple[str, ...]:
+        """What it can be told beyond what all take. A built-in's are read from its source, so nothing is imported."""
+        key = self.key(name)
+        if key is not None:
+            return _parameters_in_source(self.entries[key].target)[len(self.takes) :]
+        return tuple(inspect.signature(self.load(name)).parameters)[len(self.takes) :]
+
+    def check(self, name: str, arguments: Mapping[str, Any]) -> None:
+        """Refuse what cannot be used: a package that is missing, a function that cannot be imported or called."""
+        key = self.key(name)
+        if key is None:
+            self._check_call(name, self.load(name), arguments)
+        elif (needs := self.entries[key].needs) is not None and not _installed(needs):
+            package = needs.replace("_", "-")
+            raise ConfigError(f"{self.setting}={name} needs the package {package}: pip install {package}")
+
+    def _check_call(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # some of those written in C have none
+            return
+        try:
+            signature.bind(*self.takes, **arguments)
+        except TypeError as error:
+            wanted = ", ".join((*self.takes, *arguments))
+            short = name.rpartition(":")[2]
+            raise ConfigError(
+                f"{self.setting}={name} cannot be called as it will be ({error}): write def {short}({wanted})"
+            ) from None
+
+    def _import(self, target: str, name: str) -> Callable[..., Any]:
+        module, _, path = target.partition(":")
+        if not {"", os.getcwd()} & set(sys.path):  # an installed command does not look where it is called
+            sys.path.append(os.getcwd())
+        try:
+            found: Any = importlib.import_module(module)
+        except Exception as error:  # whatever the user's module raises
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(
+                f"{self.setting}={name}: importing {module} failed ({why}): correct the name, or add its folder to "
+                "PYTHONPATH"
+            ) from None
+        for part in path.split("."):
+            if not hasattr(found, part):
+                raise ConfigError(f"{self.setting}={name}: {module} has no {path}: correct the part behind the colon")
+            found = getattr(found, part)
+        if not callable(found):
+            raise ConfigError(f"{self.setting}={name}: {path} is a {type(found).__name__}: name a function")
+        return found
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # it is there, and was made by hand
+        return True
+
+
+def _parameters_in_source(target: str) -> tuple[str, ...]:
+    module, _, name = target.partition(":")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    functions = (each for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+    found = next(each for each in functions if each.name == name)
+    every = (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)
+    return tuple(each.arg for each in every)

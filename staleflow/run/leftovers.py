@@ -1,0 +1,100 @@
+"""What dead runs left on this machine: shared memory, half-written checkpoints and models. Never what a live one uses.
+
+    for each in leftovers(Path("runs"), Path("cache"), remove=False): print(each.kind, each.name, each.bytes)
+
+A new run reclaims the shared memory of dead ones by itself. Whether somebody lives is told by locks, which the kernel
+drops when a process dies, and for segments that nobody has a record of by who has them mapped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from staleflow.errors import RunError
+from staleflow.run.directory import RunDirectory
+from staleflow.servers.weights.segments import SHM_FOLDER, Registry, unlink_segment
+from staleflow.servers.weights.slots import segments_of
+from staleflow.tasks.folders import abandoned
+from staleflow.training.checksums import REMOVED, REPLACED, UNFINISHED
+
+SEGMENTS = "sf-*"
+
+
+class Leftover(NamedTuple):
+    kind: str
+    name: str
+    bytes: int
+
+
+def leftovers(
+    runs: Path, cache: Path, remove: bool, registry: Registry | None = None, shared: Path = Path(SHM_FOLDER)
+) -> list[Leftover]:
+    """All of them, and if ``remove`` they are gone after that. ``runs`` and ``cache``: the settings of these names."""
+    registry = registry or Registry(None)
+    found: list[Leftover] = []
+    with registry.locked():
+        found += _stores(registry, shared, remove)
+        found += _segments(registry, shared, remove)
+    return [*found, *_drafts(runs, remove), *_models(cache, remove)]
+
+
+def _stores(registry: Registry, shared: Path, remove: bool) -> Iterator[Leftover]:
+    """Of runs that have a record: the weights, and what a trainer's replacement would need."""
+    for name, segments in registry.leftovers(segments_of):
+        yield Leftover("shared memory", name, sum(_size(shared / each.lstrip("/")) for each in segments))
+        if remove:
+            registry.remove(name, segments)
+
+
+def _segments(registry: Registry, shared: Path, remove: bool) -> Iterator[Leftover]:
+    """Without a record: that was deleted."""
+    known = {each for control in registry.folder.glob("*.weights") for each in segments_of(control.read_bytes()) or ()}
+    used = _used(shared)
+    for path in sorted(shared.glob(SEGMENTS)):
+        with suppress(FileNotFoundError):
+            if f"/{path.name}" not in known and str(path) not in used and path.stat().st_uid == os.getuid():
+                yield Leftover("shared memory", path.name, _size(path))
+                if remove:
+                    unlink_segment(f"/{path.name}")
+
+
+def _used(shared: Path) -> set[str]:
+    """Files of shared memory that a process has open or mapped. Processes of other users cannot use ours."""
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            found |= {os.readlink(each) for each in (process / "fd").iterdir()}
+            lines = (process / "maps").read_text(errors="replace").splitlines()
+            found |= {line[line.index("/") :] for line in lines if str(shared) in line}
+    return found
+
+
+def _drafts(runs: Path, remove: bool) -> Iterator[Leftover]:
+    """Checkpoints that were being written or removed."""
+    for lock in sorted(runs.glob("*/lock")):
+        with suppress(RunError), RunDirectory(lock.parent).owned() as run:
+            for path in (
+                each for start in (UNFINISHED, REPLACED, REMOVED) for each in run.checkpoints.glob(f"{start}*")
+            ):
+                yield Leftover("checkpoint", str(path), _size(path))
+                if remove:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _models(cache: Path, remove: bool) -> Iterator[Leftover]:
+    for path in abandoned(cache):
+        yield Leftover("model", str(path), _size(path))
+        if remove:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _size(path: Path) -> int:
+    """Bytes on the disk or in memory; 0 if it is gone."""
+    with suppress(FileNotFoundError):
+        return sum(each.lstat().st_size for each in (path, *path.rglob("*")) if not each.is_dir())
+    return 0

@@ -1,0 +1,30 @@
+"""Why a complete group is not worth training on: the setting ``filter``.
+
+A filter is ``filter(group, **arguments) -> str | None``: a short reason to replace the group, or None to train on it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from staleflow.registry import Entry, Registry
+
+if TYPE_CHECKING:
+    from staleflow.servers.lifecycle import Group
+
+FILTERS = Registry(
+    "filter",
+    {"none": Entry("staleflow.servers.filters:keep_all"), "no-signal": Entry("staleflow.servers.filters:no_signal")},
+    takes=("group",),
+)
+NO_SIGNAL = "no signal"
+
+
+def keep_all(group: Group) -> str | None:  # noqa: ARG001
+    return None
+
+
+def no_signal(group: Group) -> str | None:
+    """Groups whose rewards are all equal teach nothing."""
+    rewards = {member.reward for member in group.members if member.state == "complete"}
+    return NO_SIGNAL if len(rewards) <= 1 else None

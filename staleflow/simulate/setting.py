@@ -1,0 +1,215 @@
+"""What is simulated: a flat, frozen value made from the configuration, which changes quickly from trial to trial.
+
+setting = setting_of(load("run.yaml"), "run.yaml")
+preset("paper-14b", "lengths=long")                 # the same of a preset, with changes
+replace(setting, staleness=1), with_split(setting, training_gpus=16)
+"""
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass, fields, replace
+
+from staleflow.config import Config, load
+from staleflow.config.costs import engine_costs, training_cost, weight_bytes
+from staleflow.coordinator.cost import CostModel
+from staleflow.coordinator.strategies import Strategies
+from staleflow.errors import ConfigError
+from staleflow.simulate.lengths import (
+    Bimodal,
+    Constant,
+    Distribution,
+    Lognormal,
+    PowerLaw,
+    Uniform,
+    servegen_r1_output,
+)
+from staleflow.simulate.trace import Trace, read_trace
+from staleflow.simulate.trainer import TrainerCost
+from staleflow.simulate.workload import Sampled, Source, Workload
+
+BLOCK = 16
+"""Tokens in a block of KV memory."""
+BETWEEN = 0.7
+"""Assumed: the share of the variance of lengths between prompts."""
+R1 = {"independent": 1.0, "correlated": 1.0, "long": 4.0}
+"""Lengths of R1 serving (mean 1.5K), and a factor on them. Assumed: 4 makes them those of a mathematics run (5.1K)."""
+R1_MEAN = 1527.4
+DISTRIBUTIONS: dict[str, Callable[[float], Distribution]] = {
+    "lognormal": lambda mean: Lognormal.from_mean(mean, 1.0),
+    "powerlaw": lambda mean: PowerLaw(mean / 3, 1.5),
+    "bimodal": lambda mean: Bimodal(mean / 2, 3 * mean, 0.2),
+    "uniform": lambda mean: Uniform(1, max(1.0, 2 * mean - 1)),
+    "constant": Constant,
+}
+"""Distributions of a given mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """All that a simulated run depends on, but for its seed and its faults.
+
+    A field means what the setting of that name means at the top of the configuration, or in ``rollout`` or ``cluster``.
+    """
+
+    name: str
+    workload: Workload
+    groups: int
+    group_size: int
+    staleness: int
+    steps: int
+    redundancy: int
+    extra_members: int
+    filter: str
+    instances: int
+    gpus_per_instance: int
+    training_gpus: int
+    rollout: CostModel
+    """What engine steps cost."""
+    kv_tokens: int
+    max_running: int
+    prefill_tokens: int
+    weight_bytes: float
+    link_bandwidth: float
+    total_bandwidth: float
+    trainer_per_token_gpu_s: float
+    trainer_fixed_s: float
+    push_s: float
+    reward_s: float
+    reward_success: float
+    speed_spread: float
+    prompts: int | None
+    cycle_s: float
+    strategies: Strategies
+
+    @property
+    def gpus(self) -> int:
+        return self.instances * self.gpus_per_instance + self.training_gpus
+
+    @property
+    def trainer(self) -> TrainerCost:
+        return TrainerCost(self.trainer_per_token_gpu_s / self.training_gpus, self.trainer_fixed_s, self.push_s)
+
+    def check(self) -> None:
+        """Any trajectory must fit an empty instance as long as it may get, and be routable until then."""
+        longest, headroom = self.longest(), self.strategies.headroom
+        blocks = -(-(longest + headroom) // BLOCK)
+        if self.kv_tokens // BLOCK < blocks:
+            raise ConfigError(
+                f"rollout.kv_tokens={self.kv_tokens} cannot hold the longest trajectory of {longest} tokens and "
+                f"strategies.headroom={headroom}: give {blocks * BLOCK} or more, or a lower rollout.max_tokens"
+            )
+
+    def longest(self) -> int:
+        """Tokens of the longest trajectory, prompt and output: of a trace as recorded, otherwise at the cap."""
+        workload, source = self.workload, self.workload.source
+        if isinstance(source, Trace):
+            last = self.steps if workload.drift > 0 else 0
+            return max(
+                prompt + workload.length(index, rows.index(max(rows)), version=last)
+                for index, (prompt, rows) in enumerate(zip(source.prompts, source.outputs, strict=True))
+            )
+        return max(workload.prompt_tokens(index) for index in range(256)) + workload.max_tokens
+
+
+# From the configuration
+
+
+def setting_of(config: Config, name: str, source: Source | None = None) -> Setting:
+    """What the configuration asks to simulate. ``source``: lengths that are known otherwise."""
+    if config.filter not in ("none", "no-signal"):
+        raise ConfigError(f"filter={config.filter} cannot be simulated: give none or no-signal")
+    sections = (config, config.rollout, config.cluster)
+    same = {
+        each.name: getattr(section, each.name)
+        for section in sections
+        for each in fields(Setting)
+        if hasattr(section, each.name)
+    }
+    made = {
+        "name": name,
+        "workload": _workload(config, source),
+        "rollout": engine_costs(config),
+        "weight_bytes": weight_bytes(config),
+        "trainer_per_token_gpu_s": training_cost(config),
+    }
+    return Setting(**same | made)
+
+
+def preset(name: str, *overrides: str) -> Setting:
+    return setting_of(load(name, overrides), name)
+
+
+def assumptions(config: Config, setting: Setting) -> list[str]:
+    """What the configuration leaves open and is assumed, and what it cuts off; each with what to write instead."""
+    cluster, found, workload = config.cluster, list[str](), setting.workload
+    if isinstance(workload.source, Trace):
+        uncut = replace(workload, max_tokens=10**9)
+        if cut := sum(share for share, tokens in uncut.spread() if tokens > workload.max_tokens):
+            found.append(f"rollout.max_tokens={workload.max_tokens} cuts off {cut:.1%} of the recorded responses: give "
+                         "a higher one to keep them whole")  # fmt: skip
+    elif cluster.lengths not in R1:
+        spread = f"{cluster.lengths} lengths with a mean of {_mean(config):,.0f} tokens"
+        found.append(f"{spread} are assumed: give cluster.lengths and cluster.mean_tokens, or --trace")
+    if cluster.profile is None and not cluster.costs:
+        found.append("engine steps cost what the model's geometry suggests: measure them with staleflow profile, "
+                     "and give --profile")  # fmt: skip
+    if cluster.trainer_per_token_gpu_s is None:
+        found.append("training costs what the model's geometry suggests: give cluster.trainer_per_token_gpu_s")
+    return found
+
+
+def _workload(config: Config, source: Source | None) -> Workload:
+    cluster, factor = config.cluster, 1.0
+    if source is None and cluster.trace is not None:
+        source = read_trace(cluster.trace, group_size=config.group_size)
+    elif source is None:
+        default = 0.0 if cluster.lengths == "independent" else BETWEEN
+        source = Sampled(
+            servegen_r1_output() if cluster.lengths in R1 else DISTRIBUTIONS[cluster.lengths](_mean(config)),
+            prompt=Constant(cluster.prompt_tokens or config.longest_prompt),
+            between=default if cluster.between is None else cluster.between,
+        )
+        if cluster.lengths in R1:
+            factor = cluster.mean_tokens / R1_MEAN if cluster.mean_tokens else R1[cluster.lengths]
+    return Workload(source, config.rollout.max_tokens, factor * cluster.scale, cluster.drift)
+
+
+def _mean(config: Config) -> float:
+    return config.cluster.mean_tokens or config.rollout.max_tokens / 4
+
+
+# Changes
+
+
+def with_split(setting: Setting, training_gpus: int) -> Setting:
+    """The same GPUs with this many of them for training; instances are whole, so a few GPUs may stay unused."""
+    instances = (setting.gpus - training_gpus) // setting.gpus_per_instance
+    if training_gpus < 1 or instances < 1:
+        raise ConfigError(
+            f"cluster.training_gpus={training_gpus} of {setting.gpus} leaves no instance of "
+            f"{setting.gpus_per_instance} GPUs: give 1 to {setting.gpus - setting.gpus_per_instance}"
+        )
+    return replace(setting, instances=instances, training_gpus=training_gpus)
+
+
+def with_gpus(setting: Setting, gpus: int, given: Set[str]) -> Setting:
+    """The setting on another number of GPUs. What is given of its two parts stays; otherwise their proportion does."""
+    size = setting.gpus_per_instance
+    if gpus < size + 1:
+        raise ConfigError(f"--gpus {gpus} are too few for an instance of {size} and a trainer: give {size + 1} or more")
+    fixed = given & {"rollout.instances", "cluster.training_gpus"}
+    if len(fixed) == 2 and setting.gpus != gpus:
+        raise ConfigError(
+            f"rollout.instances={setting.instances} of {size} and cluster.training_gpus={setting.training_gpus} are "
+            f"{setting.gpus} GPUs, not --gpus {gpus}: leave one of the three out"
+        )
+    training = setting.training_gpus
+    if "rollout.instances" in fixed:
+        training = gpus - setting.instances * size
+    elif not fixed:
+        instances = round(gpus * setting.instances * size / setting.gpus / size)
+        training = gpus - min(max(1, instances), (gpus - 1) // size) * size
+    return with_split(replace(setting, instances=1, training_gpus=gpus - size), training)
+
+
+def with_strategies(setting: Setting, **changes: object) -> Setting:
+    return replace(setting, strategies=replace(setting.strategies, **changes))

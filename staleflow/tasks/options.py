@@ -1,0 +1,78 @@
+"""Which problems a run asks: the section ``data`` of the configuration, and what kinds of sources there are."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from staleflow.registry import Entry, Registry
+from staleflow.settings import Count, Section
+from staleflow.tasks.adder import PROMPT_TOKENS
+
+ADDER = "adder"
+"""The embedded task and its model."""
+SMOLLM = "smollm2-135m"
+GYM = "reasoning-gym:"
+
+SOURCES = Registry(
+    "data.source",
+    {
+        ADDER: Entry("staleflow.tasks.adder:Adder"),
+        ".jsonl": Entry("staleflow.tasks.sources:read_jsonl"),
+        ".ndjson": Entry("staleflow.tasks.sources:read_jsonl"),
+        ".parquet": Entry("staleflow.tasks.sources:read_parquet", needs="pyarrow"),
+        GYM: Entry("staleflow.tasks.sources:reasoning_gym", needs="reasoning_gym", arguments=True),
+    },
+    takes=(),
+    arguments="arguments",
+)
+"""The user's own is called with ``data.arguments`` alone. Files are read by ``read(path, prompt, answer)``."""
+
+
+def is_file(source: str) -> bool:
+    """Whether the source is one of the kinds of files."""
+    return (SOURCES.key(source) or "").startswith(".")
+
+
+@dataclass(frozen=True, slots=True)
+class Data(Section):
+    source: Annotated[str, SOURCES] = ADDER
+    """``adder`` (the embedded task), a .jsonl or .parquet file, ``module:function``, or ``reasoning-gym:NAME``."""
+    prompt: str = "prompt"
+    """The column of the prompt, or a text with columns in braces: ``"{Body} {Question}"``."""
+    answer: str | None = "answer"
+    """The column of the right answer, which the reward sees as ``facts["answer"]``; null: there is none."""
+    template: str = "{prompt}"
+    """What the model reads: a text in which ``{prompt}`` stands for the prompt."""
+    chat: bool = False
+    """Wrap the prompt in the chat template of the model's tokenizer."""
+    system: str | None = None
+    """The system message of a chat; null: that of the chat template, if it has one."""
+    max_prompt_tokens: Count = 512
+    """Longer prompts are left out."""
+    epochs: Count | None = None
+    """How often a finite data set is read; null: as long as the run goes."""
+    shuffle: bool = True
+    """In every epoch anew, by the seed."""
+    held_out: str | None = None
+    """A file with the problems of the evaluation; null: some are split off the source."""
+    held_out_count: Count | None = None
+    """How many are split off, by a hash of their prompts; null: a tenth of the data, at most 1,000."""
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Given to ``module:function``, or to the reasoning-gym task."""
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that a prompt may have."""
+        return PROMPT_TOKENS if self.source == ADDER else self.max_prompt_tokens
+
+    def contradictions(self) -> Iterator[str]:
+        if "{prompt}" not in self.template:
+            yield "template has no {prompt}: write it where the prompt goes"
+        if self.system is not None and not self.chat:
+            yield "system is given without a chat: write data.chat=true, or put it into data.template"
+        if self.chat and self.source == ADDER:
+            yield "chat=true, but data.source=adder has no text to chat with: leave it out, or give data.source"
+        if self.held_out is not None and self.held_out_count is not None:
+            yield "held_out and data.held_out_count are both given: leave one out"
+        if self.held_out is not None and not is_file(self.held_out):
+            yield f"held_out={self.held_out}: the ending is not known: give a .jsonl or .parquet file"

@@ -1,0 +1,285 @@
+"""Every example of docs/extend.md, run for real: the code is read from the page, and so are the settings."""
+
+import asyncio
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from staleflow.config import Config, ConfigError, Machine, check, load
+from staleflow.config.costs import guessed
+from staleflow.coordinator.decide import decide
+from staleflow.coordinator.situation import Pull
+from staleflow.coordinator.strategies import SYNCHRONISATION
+from staleflow.registry import Entry, Registry
+from staleflow.reward.function import Response, load_reward
+from staleflow.reward.options import REWARDS
+from staleflow.reward.pool import RewardPool
+from staleflow.rollout.engine import Engine, Request
+from staleflow.rollout.options import ENGINES, Sampling
+from staleflow.run.directory import RunDirectory
+from staleflow.runtime.local.run import LocalRun
+from staleflow.servers.filters import FILTERS
+from staleflow.servers.lifecycle import Group, Trajectory
+from staleflow.servers.payloads import Row
+from staleflow.tasks.adder import Shape
+from staleflow.tasks.base_model import new_model, tokenizer
+from staleflow.tasks.opening import first_problem, open_task
+from staleflow.tasks.options import SOURCES
+from staleflow.tasks.task import Problem
+from staleflow.training.build import build
+from staleflow.training.options import ADVANTAGES, CORRECTIONS, LOSSES
+from staleflow.training.report import StepReport
+from tests.coordinator.make_situations import instance, situation
+
+PAGE = (Path(__file__).parents[1] / "docs/extend.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+FILES = {found[1]: code for kind, code in BLOCKS if kind == "python" and (found := re.match(r"# (\w+\.py)\n", code))}
+SETTINGS = {line.partition("=")[0]: line.split() for kind, line in BLOCKS if not kind}
+ROOMY = Machine(cores=8, memory=64 * 2**30)
+DATA = ["reward.function=last-number", "data.max_prompt_tokens=8"]
+"""What goes with other data than the embedded task's."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    new_model(Shape(hidden=32, intermediate=48, layers=2, heads=2), seed=5).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The page's files, in the folder that is current."""
+    for name, code in FILES.items():
+        (tmp_path / name).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for registry in (ADVANTAGES, CORRECTIONS, ENGINES, FILTERS, LOSSES, REWARDS, SOURCES, SYNCHRONISATION):
+        monkeypatch.setattr(registry, "_loaded", {})
+    importlib.invalidate_caches()
+    yield tmp_path
+    for name in FILES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def configured(model: Path, *changes: str) -> Config:
+    """Loaded and checked, as a command does it."""
+    given = [f"model={model}", "runs=runs", "rollout.max_tokens=24", "training.learning_rate=1e-2", "group_size=4"]
+    config = load(None, [*given, "rollout.kv_tokens=2048", *changes])
+    check(config, ROOMY)
+    return config
+
+
+def step(config: Config, model: Path) -> StepReport:
+    """One step of a real trainer, whose weights must have moved."""
+    trainer = build(model, config.trainer_options())
+    before = [each.detach().clone() for each in trainer.parameters]
+    rng = np.random.default_rng(0)
+    for group in range(2):
+        rows = [
+            Row.of(
+                f"p{group}/{member}",
+                rng.integers(3, 50, 4).astype(np.int32),
+                rng.integers(3, 50, 6 + member).astype(np.int32),
+                np.full(6 + member, -3.5, np.float32),
+                ((0, 6 + member),),
+                float(member % 3),
+            )
+            for member in range(4)
+        ]
+        trainer.feed(0, [rows])
+    report = trainer.finish(0)
+    assert any(not (one == other).all() for one, other in zip(before, trainer.parameters, strict=True))
+    return report
+
+
+def test_the_page_has_an_example_of_each_kind() -> None:
+    kinds = ("training.loss", "training.advantage", "training.correction", "filter", "reward.function", "data.source")
+    assert set(SETTINGS) == {*kinds, "strategies.synchronisation", "rollout.engine"}
+    assert len(FILES) == len(SETTINGS)
+    assert all(len(code.splitlines()) <= 22 for code in FILES.values())
+
+
+@pytest.mark.parametrize(
+    ("setting", "metric"),
+    [("training.loss", "ratio"), ("training.advantage", "ratio"), ("training.correction", "tokens_outside")],
+)
+def test_a_loss_an_advantage_and_a_correction_train_a_step(model: Path, setting: str, metric: str) -> None:
+    config = configured(model, *SETTINGS[setting])
+    assert config.trainer_options().whole_batch is None
+    assert metric in step(config, model).metrics
+
+
+def test_an_advantage_that_says_nothing_sees_the_whole_batch(model: Path, folder: Path) -> None:
+    (folder / "my_advantage.py").write_text(FILES["my_advantage.py"].replace("ranked.scope", "scope"))
+    config = configured(model, *SETTINGS["training.advantage"])
+    assert "may depend on all of the batch" in (config.trainer_options().whole_batch or "")
+    step(config, model)
+
+
+def test_a_filter_gives_reasons(model: Path) -> None:
+    config = configured(model, *SETTINGS["filter"])
+    chosen = FILTERS.bound(config.filter, {}, config.filter_arguments)
+    group = Group("p0", prompt=0, attempt=0, prompt_tokens=4, needed=2)
+    for reward, why in ((0.85, "too easy"), (0.5, None), (0.0, "too hard")):
+        group.members = [Trajectory(f"p0/{at}", group, state="complete", reward=reward) for at in range(2)]
+        assert chosen(group) == why
+
+
+def test_a_reward_scores_in_a_worker(model: Path) -> None:
+    config = configured(model, *SETTINGS["reward.function"])
+    problem = Problem("2 * 3 = ", {"answer": "6"})
+    assert load_reward(config.reward)(problem, Response("6", (1,) * 75)) == 0.5
+
+    async def main() -> float:
+        answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        pool = RewardPool(
+            config.reward,
+            on_reward=lambda _, reward: answer.set_result(reward),
+            on_failure=lambda _, why: answer.set_exception(AssertionError(why)),
+        )
+        try:
+            await pool.start()
+            pool.submit("a", problem, text="is 6")
+            async with asyncio.timeout(30):
+                return await answer
+        finally:
+            await pool.close()
+
+    assert asyncio.run(main()) == 1.0
+
+
+def test_a_data_source_makes_problems(model: Path) -> None:
+    config = configured(model, *DATA, *SETTINGS["data.source"])
+    problem = first_problem(config.data, seed=0)
+    assert re.fullmatch(r"\d{1,3} \* \d{1,3} = ", str(problem.prompt))
+    assert problem.facts["answer"].isdigit()
+
+
+def test_a_strategy_decides(model: Path) -> None:
+    config = configured(model, *SETTINGS["strategies.synchronisation"])
+    busy = {"running": 1, "context": 10}
+    seen = situation([instance("new", 5), instance("near", 3, **busy), instance("far", 2, **busy)])
+    pulls = [command for command in decide(seen, config.strategies).commands if isinstance(command, Pull)]
+    assert [pull.instance for pull in pulls] == ["far"]
+    assert SYNCHRONISATION.load("greedy") is not SYNCHRONISATION.load(config.strategies.synchronisation)
+
+
+def finished(engine: Engine) -> int:
+    """Responses to two prompts."""
+    engine.pull(lambda _: 0, 0)
+    engine.submit([Request(name, 1, [5, 8, 13], sampling=Sampling(max_tokens=4)) for name in ("a", "b")])
+    count = 0
+    while engine.busy:
+        count += len(engine.step().finished)
+    engine.close()
+    return count
+
+
+def test_an_engine_decodes(model: Path) -> None:
+    config = configured(model, *SETTINGS["rollout.engine"])
+    make = ENGINES.load(config.rollout.engine)
+    assert finished(make(model, config.engine_options(), **config.rollout.engine_arguments)) == 2
+
+
+# Into the package: one file and one line
+
+
+def test_a_new_loss_is_one_file_and_one_line(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = re.search(r'^"(.*)": Entry\("(.*)"\),$', PAGE, re.MULTILINE)
+    assert line is not None
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(LOSSES.entries, line[1], Entry(line[2]))
+    assert "ratio" in step(configured(model, "training.loss=soft-clip"), model).metrics
+    with pytest.raises(ConfigError, match="loss=soft-clap: write soft-clip"):
+        load(None, ["training.loss=soft-clap"])
+    with pytest.raises(ConfigError, match="loss=soft-clip has no eps_low: leave it out, or give one of ppo"):
+        load(None, ["training.loss=soft-clip", "training.eps_low=0.1"])
+
+
+def test_a_new_engine_is_one_file_and_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES.entries, "slowed", Entry("my_engine:Slowed"))
+    config = configured(model, "rollout.engine=slowed")
+    assert finished(ENGINES.load(config.rollout.engine)(model, config.engine_options())) == 2
+
+
+@pytest.mark.slow
+def test_a_run_with_everything_of_the_users_own(model: Path, folder: Path) -> None:
+    (folder / "even.py").write_text(
+        "def even(_, response):\n    return sum(not each % 2 for each in response.tokens)\n"
+    )
+    parts = ("training.loss", "training.advantage", "training.correction", "filter", "strategies.synchronisation")
+    chosen = [each for name in (*parts, "rollout.engine") for each in SETTINGS[name]]
+    sizes = ["groups=2", "steps=2", "staleness=1", "evaluation.every=0", "evaluation.problems=2", "rollout.instances=1"]
+    anything = ["filter_arguments.hard=-1", "filter_arguments.easy=100", "reward.function=even:even"]
+    config = configured(model, *sizes, *chosen, *anything)
+    task = open_task(config.data, model, config.seed, config.evaluation.problems)
+    run = LocalRun(config, RunDirectory.create(config, "own"), model, task, guessed(config), None)
+
+    async def main() -> dict[str, Any]:
+        async with asyncio.timeout(300):
+            return await run.execute()
+
+    summary = asyncio.run(main())
+    assert (summary["steps"], summary["violations"]) == (2, 0)
+
+
+# What is wrong with the user's own is one line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["training.loss=my_losses:soft_clip"], "importing my_losses failed (ModuleNotFoundError: No module named"),
+        (
+            ["training.loss=broken:loss"],
+            "importing broken failed (ZeroDivisionError: division by zero): correct the name",
+        ),
+        (["training.loss=my_loss:hard_clip"], "training.loss=my_loss:hard_clip: my_loss has no hard_clip"),
+        (["training.loss=my_loss:TOKEN_MEAN"], "TOKEN_MEAN is a Aggregation: name a function"),
+        (
+            ["training.loss=my_advantage:ranked"],
+            "write def ranked(logprobs_T, advantages_T, segments, correction, aggregation)",
+        ),
+        (["training.loss=my_loss:soft_clip", "training.loss_arguments.sharp=1"], "unexpected keyword argument 'sharp'"),
+        (["training.loss=my_loss:soft_clip", "training.eps_high=0.1"], "has no eps_high: leave training.eps_high out"),
+        (["rollout.engine=my_engine:Slowed", "rollout.engine_arguments.pause=1"], "keyword argument 'pause'"),
+        (["reward.function=my_reward:brief", "reward.arguments.most=1"], "write def brief(problem, response, most)"),
+        ([*DATA, "data.source=my_data:products", "data.arguments.size=1"], "keyword argument 'size'"),
+        (["strategies.tail=:tail"], "strategies.tail=:tail: write one of wait, replace, truncate, or module:function"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(model: Path, folder: Path, overrides: list[str], line: str) -> None:
+    (folder / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigError) as error:
+        configured(model, *overrides)
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_of_another_family_needs_another_engine(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in model.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    (other / "config.json").write_text((model / "config.json").read_text().replace('"llama"', '"phi3"'))
+    with pytest.raises(ConfigError, match=r"model_type 'phi3' .* rollout\.engine=module:Class"):
+        configured(other)
+    configured(other, *SETTINGS["rollout.engine"])
+
+
+def test_registries_do_not_mix_up_names() -> None:
+    registry: Registry[Any] = Registry(
+        "x", {"a": Entry("os:getcwd"), "b:": Entry("os:getpid"), ".c": Entry("os:sep")}, ()
+    )
+    assert [registry.key(name) for name in ("a", "b:1", "x.c", "m:f", "b", "")] == ["a", "b:", ".c", None, None, None]
+    assert registry.problem("m:f") is None
+    assert registry.problem("c") == registry.problem("b"), "an ending is not a name"
+    assert registry.problem("b") == ": write one of a, b:..., a .c file, or module:function"
