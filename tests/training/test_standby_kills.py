@@ -204,14 +204,16 @@ def test_a_resumed_run_begins_at_its_checkpoint_and_not_at_what_a_killed_one_lef
     assert first.hear_kind(Saved).folder == folder
     assert first.hear_kind(Pushed).version == 2
     first.kill()
-    resumed = TrainerProcess(run, model, standby=False, checkpoint=folder, attempt=2)
-    assert resumed.hear_kind(Ready).version == 1
-    resumed.send([Feed(1, step(1)), Finish(1)])
-    assert resumed.hear_kind(Pushed).version == 2
-    resumed.kill()
-    revived = TrainerProcess(run, model, standby=True, checkpoint=folder, attempt=2)
-    assert revived.hear_kind(Ready).version == 2
-    revived.send([Feed(2, [*step(0), *step(9)]), Finish(2)])
-    assert "the bound is" in revived.hear_kind(Broken).why
-    revived.end()
-    assert stores(run, attempt=2) == []
+    store = store_of(run, attempt=2)
+    with claim(store), claim(standby_of(store)):
+        resumed = TrainerProcess(run, model, standby=False, checkpoint=folder, attempt=2)
+        assert resumed.hear_kind(Ready).version == 1
+        resumed.send([Feed(1, step(1)), Finish(1)])
+        assert resumed.hear_kind(Pushed).version == 2
+        resumed.kill()
+        revived = TrainerProcess(run, model, standby=True, checkpoint=folder, attempt=2)
+        assert revived.hear_kind(Ready).version == 2
+        revived.send([Feed(2, [*step(0), *step(9)]), Finish(2)])
+        assert "the bound is" in revived.hear_kind(Broken).why
+        revived.end()
+        assert stores(run, attempt=2) == []
