@@ -1,4 +1,4 @@
-"""Between a slot and a GPU: pinned memory, and tensors that are converted on the GPU and come in few large copies.
+"""Between a slot and a GPU: pinned memory, and tensors that are converted on the GPU and copied in few large pieces.
 
 pin(memory.data_ptr(), memory.numel())
 digests = store_from_gpu(memory, [(entry, tensor), ...])      # neighbours in the slot are one copy
@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import torch
 
-from staleflow.servers.weights.tensors import Entry, digest_of
+from staleflow.servers.weights.tensors import StoredTensor, digest_of
 
 STAGED = 256 << 20
-"""Bytes that are gathered on the GPU for one copy; a larger tensor is one alone."""
+"""Bytes that are gathered on the GPU for one copy; a larger tensor is a copy of its own."""
 HASHERS = 4
-"""Threads that checksum what has landed, while the rest is under way."""
+"""Threads that checksum what has arrived while the rest is being copied."""
 
-Run = list[tuple[int, Entry, torch.Tensor]]
+Neighbours = list[tuple[int, StoredTensor, torch.Tensor]]
 
 
 def pin(address: int, size: int) -> bool:
@@ -26,12 +26,12 @@ def pin(address: int, size: int) -> bool:
 
 
 def unpin(address: int) -> None:
-    """Before the memory is given back."""
+    """Undo ``pin`` before the memory is freed."""
     cast(Any, torch.cuda).cudart().cudaHostUnregister(address)
 
 
-def store_from_gpu(memory: torch.Tensor, tensors: Sequence[tuple[int, Entry, torch.Tensor]]) -> dict[int, str]:
-    """Bring the bytes of a slot to the values of numbered tensors. Returns their checksums once all are in place."""
+def store_from_gpu(memory: torch.Tensor, tensors: Sequence[tuple[int, StoredTensor, torch.Tensor]]) -> dict[int, str]:
+    """Copy numbered tensors into a slot. Returns their checksums once all are in place."""
     landed = [(run, _send(memory, run)) for run in _runs(tensors)]
     found: dict[int, Future[str]] = {}
     with ThreadPoolExecutor(HASHERS) as pool:
@@ -43,8 +43,8 @@ def store_from_gpu(memory: torch.Tensor, tensors: Sequence[tuple[int, Entry, tor
     return {number: each.result() for number, each in found.items()}
 
 
-def _send(memory: torch.Tensor, run: Run) -> Any:
-    """Convert and gather on the GPU, then one copy. Returns an event that is behind it."""
+def _send(memory: torch.Tensor, run: Neighbours) -> Any:
+    """Convert and gather on the GPU, then copy at once. Returns an event that is recorded after the copy."""
     begin, end = run[0][1].start, run[-1][1].stop
     staged = torch.empty(end - begin, dtype=torch.uint8, device=run[0][2].device)
     parts = [staged[entry.start - begin : entry.stop - begin] for _, entry, _ in run]
@@ -54,9 +54,9 @@ def _send(memory: torch.Tensor, run: Run) -> Any:
     return torch.cuda.current_stream(staged.device).record_event()
 
 
-def _runs(tensors: Sequence[tuple[int, Entry, torch.Tensor]]) -> Iterator[Run]:
-    """Neighbours in the slot and on one device, of about as many bytes as are staged at once."""
-    run: Run = []
+def _runs(tensors: Sequence[tuple[int, StoredTensor, torch.Tensor]]) -> Iterator[Neighbours]:
+    """Neighbours in the slot that are on one device, up to about ``STAGED`` bytes."""
+    run: Neighbours = []
     for each in tensors:
         _, entry, tensor = each
         if run and (
