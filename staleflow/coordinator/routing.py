@@ -101,7 +101,7 @@ class _Rows:
         )
 
     def column(self, values: NDArray[Any]) -> Any:
-        return values.tolist() if self.few else memoryview(values)
+        return values.tolist() if self.few else values.data
 
     def place(self, row: int, context: int, headroom: int) -> None:
         """Count in one more sequence of ``context`` tokens, with room to grow."""
@@ -208,7 +208,7 @@ class _Level:
     def __init__(self, shut: Bools, end: int) -> None:
         self.shut = shut
         """Instances that may not take them, whatever their context."""
-        self.closed = memoryview(shut)
+        self.closed = shut.data
         """The same memory, for one instance."""
         self.end = end
         """Where they end in the queue."""

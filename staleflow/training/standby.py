@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from staleflow.servers.weights import LocalParameterServer, WeightsError
-from staleflow.training.checkpoints import optimiser_state, restore_optimiser, trained
+from staleflow.training.checkpoints import optimiser_state, restore_optimiser, trained_parameters
 from staleflow.training.trainer import Trainer
 
 MOST_BEHIND = 8
@@ -134,4 +134,4 @@ class Standby:
 
 def state(trainer: Trainer) -> dict[str, Tensor]:
     """The trainer between two steps: its own tensors, which the next update changes."""
-    return {name: tensor.detach() for name, tensor in (trained(trainer) | optimiser_state(trainer)).items()}
+    return {name: tensor.detach() for name, tensor in (trained_parameters(trainer) | optimiser_state(trainer)).items()}

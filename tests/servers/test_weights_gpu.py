@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.servers.weights import gpu
-from staleflow.servers.weights.tensors import Layout, digest_of
+from staleflow.servers.weights.tensors import SlotLayout, digest_of
 from tests.training.batches import quick
 
 SHAPES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), min_size=1, max_size=12)
@@ -17,7 +17,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), min_size=1, 
 @given(shapes=SHAPES, count=st.integers(1, 5), staged=st.integers(1, 3000))
 def test_every_tensor_is_in_one_run_and_in_one_share(shapes: list[tuple[int, int]], count: int, staged: int) -> None:
     tensors = {f"w{at}": torch.randn(shape) for at, shape in enumerate(shapes)}
-    layout = Layout.of(tensors, None)
+    layout = SlotLayout.of(tensors, None)
     memory = torch.randint(0, 256, (layout.size,), dtype=torch.uint8)
     numbered = [(number, entry, tensors[entry.name]) for number, entry in enumerate(layout.entries)]
     before, gpu.STAGED = gpu.STAGED, staged

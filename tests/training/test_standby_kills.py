@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from staleflow.config import load, to_yaml
 from staleflow.servers.weights import LocalParameterServer, claim, standby_of
-from staleflow.servers.weights.segments import Registry
+from staleflow.servers.weights.segments import StoreRegistry
 from staleflow.types import Broken, Feed, Finish, Pushed, Ready, Row, Save, Saved, Stop
 from tests.training.test_trainer import VOCABULARY, groups_of
 from tests.training.trainer_process import TrainerProcess, store_of
@@ -59,7 +59,7 @@ def new_run(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 def stores(run: Path, attempt: int = 1) -> list[str]:
     """Of this run, those that are there."""
-    registry, store = Registry(), store_of(run, attempt)
+    registry, store = StoreRegistry(), store_of(run, attempt)
     return [name for name in (store, standby_of(store)) if registry.control(name).exists()]
 
 
