@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from staleflow.rollout import cuda_kernels as kernels
 from staleflow.rollout.attention import Layout, PagedAttention
+from staleflow.rollout.few import FewRows, supported
 from staleflow.rollout.model import Model
 from staleflow.rollout.rows import Ints
 
@@ -99,6 +100,8 @@ class DecodeGraphs:
     def __init__(self, model: Model, attention: PagedAttention, most_rows: int, most_pages: int) -> None:
         self._model = model
         self._attention = attention
+        self.few = FewRows(model, attention) if supported(attention.device) else None
+        """How a step with few rows is decoded, where the GPU has what it takes."""
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
         device = attention.device
@@ -162,12 +165,15 @@ class DecodeGraphs:
     def _step(self, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         given, positions = self._ints[:rows], self._ints[rows : 2 * rows]
         tables = self._ints[2 * rows : 2 * rows + rows * width].view(rows, width)
-        tokens = torch.where(given == FROM_DEVICE, self._last[:rows], given.long())
-        logits = decode(self._model, self._attention, tokens, positions, tables)
-        uniforms, temperatures = self._floats[:rows], self._floats[rows : 2 * rows].float()
-        drawn, logprobs = kernels.pick(logits, temperatures, uniforms)
-        self._last[:rows].copy_(drawn)
-        return logits, drawn, logprobs
+        last = self._last[:rows]
+        if self.few is not None and self.few.fits(rows):
+            logits = self.few.decode(given, last, positions, tables)
+        else:
+            tokens = torch.where(given == FROM_DEVICE, last, given.long())
+            logits = decode(self._model, self._attention, tokens, positions, tables)
+        uniforms, temperatures = self._floats[:rows], self._floats[rows : 2 * rows]
+        logprobs = kernels.pick(logits, temperatures, uniforms, last)
+        return logits, last, logprobs
 
 
 class _Staging:

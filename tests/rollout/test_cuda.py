@@ -55,7 +55,8 @@ def test_picking_follows_the_distribution() -> None:
     heat = torch.ones(64, device=CUDA)
     heat[::3], heat[1::3] = 0, 0.7
     uniforms = torch.rand(64, dtype=torch.float64, device=CUDA)
-    tokens, logprobs = kernels.pick(logits, heat, uniforms)
+    tokens = torch.empty(64, dtype=torch.int64, device=CUDA)
+    logprobs = kernels.pick(logits, heat, uniforms, tokens)
     every = torch.log_softmax(logits.double() / torch.where(heat == 0, 1, heat)[:, None], -1)
     drawn = (every.exp().cumsum(-1) <= uniforms[:, None]).sum(-1)
     assert torch.equal(tokens, torch.where(heat == 0, logits.argmax(-1), drawn))
