@@ -3,7 +3,7 @@
 // With few sequences a step only reads weights, and what it costs beyond that is waiting: for launches, for the first
 // loads of each kernel, for its last ones. Here one warp of every block (the producer) streams that block's share of all
 // weights, in the order of their use, into a ring in shared memory and never waits for results; eight warps compute. They
-// meet the other blocks at a barrier between two stages, while the ring fills with what comes next.
+// wait for the other blocks between two stages, while the ring fills with what comes next.
 //
 //   qkv | attention | out | gate and up | down | (sum)     for every layer, then the head
 //
@@ -12,19 +12,30 @@
 // of the tensor cores, so that one, eight or thirty-two sequences cost the same. Which thread loads which columns follows
 // from 16-byte loads: the order of the columns does not matter as long as both operands have the same.
 //
+// Blocks wait for each other's values by looking at them: before they are there, a buffer holds a pattern that no result
+// has (ABSENT), and every buffer has a twin that is used in the next layer and made absent in this one. That takes one
+// trip through memory where a barrier takes three. One barrier in each layer, before the last product, orders the rest.
+//
 // All sums have a fixed order: a sequence's logits do not depend on timing. Rounding is that of cuda.decode: products,
 // norms, rotations and the residual are rounded to bfloat16 where it stores them.
 //
 // few.py gives the sizes as macros: HIDDEN WIDE LAYERS HEADS KV_HEADS HEAD_DIM VOCABULARY PAGE EPSILON QK_NORM, TILES8
 // (sequences / 8, rounded up), GRID (blocks), SHARED_MEMORY (bytes of a block), DOWN_SPLIT and DOWN_TILES (how the last product of a
 // layer is divided: among so many blocks by its columns, so many tiles each), CHUNK (least tokens of
-// context that a block takes) and INLINE (pieces of context that are joined where they are read, without a stage for it).
+// context that a block takes), MOST_ROWS (of the buffers), ITEMS (most pieces of context), WINDOW
+// (slots under way), POLLED (see below) and PATIENCE (how often a thread looks for what is not there).
 
 DEVICE float low(u32 pair) { return __uint_as_float(pair << 16); }
 DEVICE float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 DEVICE float wide(u16 half) { return __uint_as_float((u32)half << 16); }
 DEVICE u16 half(float v) { return (u16)pack(v, 0.0f); }
 DEVICE float rounded(float v) { return wide(half(v)); }
+
+constexpr u32 ABSENT = 0xffffffffu;  // as two halves or as a float: not a number, and not the one that arithmetic makes
+DEVICE u32 absent(const uint4x& v) {  // not 0 if any half of it is
+  u32 a = ~v.x, b = ~v.y, c = ~v.z, d = ~v.w, ones = 0x00010001u;
+  return (((a - ones) & v.x) | ((b - ones) & v.y) | ((c - ones) & v.z) | ((d - ones) & v.w)) & 0x80008000u;
+}
 
 constexpr int ROWS = 8 * TILES8, WARPS = 8, THREADS = 32 * WARPS;
 constexpr int SHARE = HEADS / KV_HEADS, QUERIES = HEADS * HEAD_DIM, QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
@@ -39,7 +50,7 @@ BOTH constexpr int over(int a, int b) { return (a + b - 1) / b; }
 template <int COLUMNS, int OUTPUTS, int ROWS_OF_TILE, int SPLIT_, int TILES_OF_UNIT_, bool NORMED_>
 struct Product {
   static constexpr int ALL_STEPS = COLUMNS / 32, SPLIT = SPLIT_, TILES_OF_UNIT = TILES_OF_UNIT_;
-  static constexpr int STEPS = over(ALL_STEPS, SPLIT), CUT = STEPS <= 28 ? STEPS : 24, CUTS = over(STEPS, CUT);
+  static constexpr int STEPS = over(ALL_STEPS, SPLIT), CUT = STEPS <= LONGEST_CUT ? STEPS : LONG_CUT, CUTS = over(STEPS, CUT);
   static constexpr int PER_WARP = over(CUT, WARPS), STRIDE = CUT * 64 + (CUT % 2 ? 0 : 64);  // no bank twice
   static constexpr int TILES = over(OUTPUTS, ROWS_OF_TILE), UNITS = over(TILES, TILES_OF_UNIT) * SPLIT;
   static constexpr int COLS = COLUMNS, N = OUTPUTS;
@@ -56,7 +67,8 @@ BOTH constexpr int most(int a, int b) { return a > b ? a : b; }
 constexpr int SLOT = 16 * most(most(Qkv::STRIDE, Out::STRIDE), Down::STRIDE);
 constexpr int SUM_STRIDE = 20, SUMS = WARPS * ROWS * SUM_STRIDE;  // floats; 20: no bank twice
 constexpr int QUERY_STRIDE = HEAD_DIM + 8;
-constexpr int FOUND = WARPS * SHARE * HEAD_DIM;
+constexpr int FOUND_STRIDE = HEAD_DIM + 4, FOUND = WARPS * SHARE * FOUND_STRIDE;
+constexpr int PART = SHARE * HEAD_DIM + 2 * SHARE;  // floats: a piece's values, then the largest score and the sum
 constexpr int SCRATCH = most(2 * SUMS, FOUND) * 4;
 
 struct Layer {
@@ -69,10 +81,9 @@ struct Step {
   const u16 *embedding, *norm, *head, *cos, *sin;
   const int *given, *positions, *tables;  // a given token below 0: the last one that was drawn
   const i64* last;
-  u16 *x, *qkv, *attended, *gated, *logits;
-  float *parts, *marks, *sums;
-  u32 *meeting, *arrived;  // counters, zero between launches
-  i64* stamps;   // for measurements: when each block was where, in clock cycles
+  u16 *x, *qkv, *attended, *gated, *logits;  // x is four of its kind, the next two are two
+  float *parts, *sums;                       // parts is two of its kind
+  u32* meeting;                              // two counters, zero between launches
   i64 slots;
   int rows, width;
 };
@@ -84,10 +95,9 @@ struct Kept {
   float squares[WARPS][ROWS];
   int tokens[ROWS], lengths[ROWS], pieces[ROWS], first[ROWS + 1];
   int chunk;
-  bool inline_join, is_last;
 };
 constexpr int SLOTS = (SHARED_MEMORY - (int)sizeof(Kept) - 128) / (SLOT + 16);
-static_assert(SLOTS >= 2, "few.py checks this");
+static_assert(SLOTS > WINDOW, "the producer would wait for a copy that it has yet to start");
 struct alignas(128) Ring {
   char ring[SLOTS][SLOT];
   u64 full[SLOTS], empty[SLOTS];
@@ -108,11 +118,14 @@ struct Place {  // in the ring
 
 template <class P>
 DEVICE void feed(Shared& s, Place& place, Place& landed, int offset, const u16* matrix, int lane, u64 policy) {
+#pragma unroll 1
   for (int unit = (block_here() + GRID - offset) % GRID; unit < P::UNITS; unit += GRID) {
     int part = unit % P::SPLIT, begin = part * P::ALL_STEPS / P::SPLIT;
     int steps = (part + 1) * P::ALL_STEPS / P::SPLIT - begin;
     int tile = unit / P::SPLIT * P::TILES_OF_UNIT;
+#pragma unroll 1
     for (int last = tile + P::TILES_OF_UNIT; tile < last && tile < P::TILES; ++tile)
+#pragma unroll 1
       for (int cut = 0; cut < P::CUTS; ++cut) {
         int count = steps - cut * P::CUT;
         u32 bytes = 64 * (count < P::CUT ? count : P::CUT);
@@ -154,13 +167,26 @@ DEVICE void produce(const Step& step, Shared& s, int lane) {
 
 // ---- products
 
+enum Kind { QKV_, OUT, UP, DOWN, HEAD };
+struct Job {
+  Kind kind;
+  int units, tiles, outputs;
+  const u16 *from, *norm, *bias, *residual;
+  u16* to;
+  bool ordered;  // the input is known to be there
+};
+template <class P>
+DEVICE Job job_of(Kind kind, const u16* from, const u16* norm, const u16* bias, const u16* residual, u16* to, bool ordered) {
+  return {kind, P::UNITS, P::TILES, P::N, from, norm, bias, residual, to, ordered};
+}
+
 struct Worker {
   const Step& step;
   Shared& s;
   int thread, warp, lane, g, t;  // lane = 4 g + t, as the tensor cores divide a tile
   Place place;
   u32 target = 0;
-  int buffer = 0;
+  int buffer = 0, patience = PATIENCE;
 
   DEVICE Worker(const Step& step, Shared& s, int thread)
       : step(step), s(s), thread(thread), warp(thread / 32), lane(thread % 32), g(lane / 4), t(lane % 4) {}
@@ -171,8 +197,19 @@ struct Worker {
     if (thread == 0) count_up(step.meeting);
   }
   DEVICE void wait() {
-    if (thread == 0) wait_for(step.meeting, target);
+    if (thread == 0)
+      while ((int)(read_counter(step.meeting) - target) < 0 && again());
     meet();
+  }
+  // Between two stages. With POLLED, values are looked at instead: see ABSENT.
+  DEVICE void between_stages() {
+    if (!POLLED) arrive(), wait();
+  }
+  // Whether to look once more for what is not there. Who has looked too often goes on without it: what is absent is not a
+  // number, so all that comes of it is none either, and the step fails instead of never ending.
+  DEVICE bool again() {
+    if (patience) pause(), --patience;
+    return patience;
   }
 
   // The columns that a warp has of a product's part: which ones, and whether there are any.
@@ -184,11 +221,13 @@ struct Worker {
   template <class P>
   DEVICE int column(int i) { return (i / P::PER_WARP * P::CUT + i % P::PER_WARP * WARPS + warp) * 32; }
 
-  // fetch for a matrix of activations.
-  template <class P>
-  DEVICE auto rows_of(const u16* matrix) {
-    return [this, matrix](auto& x, int begin, int steps) {
-      const u16* from = matrix + hidden(g * P::COLS + begin * 32 + t * 8);
+  // This warp's columns of the input, as soon as all of it that this thread needs is there.
+  template <class P, class X>
+  DEVICE void fetch(X& x, const Job& job, int begin, int steps) {
+    const u16* from = job.from + hidden(g * P::COLS + begin * 32 + t * 8);
+    u32 missing;
+    do {
+      missing = 0;
 #pragma unroll
       for (int i = 0; i < P::CUTS * P::PER_WARP; ++i)
 #pragma unroll
@@ -196,7 +235,26 @@ struct Worker {
           x[i][n] = {0, 0, 0, 0};
           if (has<P>(i, steps) && n * 8 + g < step.rows) x[i][n] = read16(from + n * 8 * P::COLS + column<P>(i));
         }
-    };
+      if (!job.ordered)
+#pragma unroll
+        for (int i = 0; i < P::CUTS * P::PER_WARP; ++i)
+#pragma unroll
+          for (int n = 0; n < TILES8; ++n) missing |= absent(x[i][n]);
+    } while (missing && again());
+    meet_warp();
+  }
+
+  // Make absent: the part of one block among several.
+  DEVICE void clear(u16* buffer, int columns, int part, int parts) {
+#pragma unroll 1
+    for (int i = part * THREADS + thread; i < step.rows * (columns / 8); i += parts * THREADS)
+      *(uint4x*)(buffer + i * 8) = {ABSENT, ABSENT, ABSENT, ABSENT};
+  }
+
+  template <int CHAINS, class More, class Sum>
+  DEVICE auto& more_or(More& more, Sum& sum) {
+    if constexpr (CHAINS == 2) return more;
+    else return sum;
   }
 
   // Multiply x by its row's 1 / root mean square and by the weights of the norm.
@@ -244,45 +302,42 @@ struct Worker {
     // s.squares is written again only after another meeting
   }
 
-  // Wait for the other blocks, then compute this block's share of a product. fetch(x, begin, steps): its input, steps of
-  // 32 columns; early(output, sequence): what the output needs from memory and what was there before the meeting;
-  // finish(output, sequence, sum, second sum, early, part of the columns).
-  template <class P, class Fetch, class Early, class Finish>
-  DEVICE void multiply(int offset, const u16* norm, Fetch fetch, Early early, Finish finish) {
+  // Compute this block's share of a product. P says how its columns are divided; the job says the rest at run time, so that
+  // products with equally many columns share their code: it must stay in the instruction cache through all layers.
+  template <class P>
+  DEVICE void multiply(const Job& job, int offset) {
     int unit = (block_here() + GRID - offset) % GRID;
-    if (unit >= P::UNITS) return wait();
+    if (unit >= job.units) return;
     constexpr int HELD = P::CUTS * P::PER_WARP;
     int part = unit % P::SPLIT, begin = part * P::ALL_STEPS / P::SPLIT;
     int steps = (part + 1) * P::ALL_STEPS / P::SPLIT - begin;
     uint4x x[HELD][TILES8], factor[P::NORMED ? HELD : 1];
-    if constexpr (P::NORMED) {
-      const u16* weights = norm + hidden(t * 8);
+    if (P::NORMED && job.norm) {
+      const u16* weights = job.norm + hidden(t * 8);
 #pragma unroll
       for (int i = 0; i < HELD; ++i) {
         factor[i] = {0, 0, 0, 0};
         if (has<P>(i, steps)) factor[i] = read_constant(weights + column<P>(i));
       }
     }
-    constexpr int OUTPUTS = (P::PAIRED ? 8 : 16) * ROWS, TURNS = over(OUTPUTS, THREADS), TALL = P::PAIRED ? 8 : 16;
-    float aside[TURNS];
-    auto look = [&](int tile) {
-#pragma unroll
-      for (int j = 0; j < TURNS; ++j) {
-        int o = j * THREADS + thread, output = tile * TALL + o % TALL, sequence = o / TALL;
-        if (sequence < step.rows && output < P::N) aside[j] = early(output, sequence);
-      }
-    };
-    look(unit / P::SPLIT * P::TILES_OF_UNIT);
-    wait();
-    fetch(x, begin, steps);
-    if constexpr (P::NORMED) normalise<P>(x, factor);
-    for (bool first = true; unit < P::UNITS; unit += GRID) {
+    constexpr int TURNS = over(16 * ROWS, THREADS);
+    int shift = job.kind == UP ? 3 : 4, tall = 1 << shift;
+    fetch<P>(x, job, begin, steps);
+    if constexpr (P::NORMED)
+      if (job.norm) normalise<P>(x, factor);
+#pragma unroll 1
+    for (; unit < job.units; unit += GRID) {
       int tile = unit / P::SPLIT * P::TILES_OF_UNIT;
-      for (int end = tile + P::TILES_OF_UNIT; tile < end && tile < P::TILES; ++tile, first = false) {
-        if (!first) look(tile);
-        float sum[TILES8][4];
+#pragma unroll 1
+      for (int end = tile + P::TILES_OF_UNIT; tile < end && tile < job.tiles; ++tile) {
+        float aside[TURNS];
 #pragma unroll
-        for (int n = 0; n < TILES8; ++n) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0;
+        for (int j = 0; j < TURNS; ++j) {
+          int o = j * THREADS + thread, output = tile * tall + (o & (tall - 1)), sequence = o >> shift;
+          if (sequence < step.rows && output < job.outputs) aside[j] = early(job, output, sequence);
+        }
+        constexpr int CHAINS = TILES8 < 4 ? 2 : 1;  // of products that wait for each other
+        float sum[TILES8][4] = {}, more[CHAINS == 2 ? TILES8 : 1][4] = {};
 #pragma unroll
         for (int cut = 0; cut < P::CUTS; ++cut) {
           gate_wait(&s.full[place.slot], place.phase);
@@ -296,7 +351,7 @@ struct Worker {
               for (int n = 0; n < TILES8; ++n) {
                 const uint4x& b = x[cut * P::PER_WARP + i][n];
                 mma(sum[n], upper.x, lower.x, upper.y, lower.y, b.x, b.y);
-                mma(sum[n], upper.z, lower.z, upper.w, lower.w, b.z, b.w);
+                mma(more_or<CHAINS>(more, sum)[n], upper.z, lower.z, upper.w, lower.w, b.z, b.w);
               }
             }
           }
@@ -310,24 +365,41 @@ struct Worker {
 #pragma unroll
         for (int n = 0; n < TILES8; ++n)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) mine[(n * 8 + 2 * t + e % 2) * SUM_STRIDE + g + e / 2 * 8] = sum[n][e];
+          for (int e = 0; e < 4; ++e) mine[(n * 8 + 2 * t + e % 2) * SUM_STRIDE + g + e / 2 * 8] = CHAINS == 2 ? sum[n][e] + more_or<CHAINS>(more, sum)[n][e] : sum[n][e];
         meet();
 #pragma unroll
         for (int j = 0; j < TURNS; ++j) {
-          int o = j * THREADS + thread, output = tile * TALL + o % TALL, sequence = o / TALL;
-          if (sequence < step.rows && output < P::N) {
-            const float* from = sums + sequence * SUM_STRIDE + o % TALL;
+          int o = j * THREADS + thread, output = tile * tall + (o & (tall - 1)), sequence = o >> shift;
+          if (sequence < step.rows && output < job.outputs) {
+            const float* from = sums + sequence * SUM_STRIDE + (o & (tall - 1));
             float first = 0, second = 0;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
               first += from[w * ROWS * SUM_STRIDE];
-              if (P::PAIRED) second += from[w * ROWS * SUM_STRIDE + 8];
+              if (job.kind == UP) second += from[w * ROWS * SUM_STRIDE + 8];
             }
-            finish(output, sequence, first, second, aside[j], part);
+            finish(job, output, sequence, first, second, aside[j], part);
           }
         }
       }
     }
+  }
+
+  // What an output needs from memory besides its sum: there as soon as the input is.
+  DEVICE float early(const Job& job, int output, int row) {
+    if (job.kind == QKV_) return job.bias ? wide(job.bias[output]) : 0.0f;
+    return job.residual ? wide(read_half(job.residual + row * HIDDEN + output)) : 0.0f;
+  }
+  DEVICE void finish(const Job& job, int output, int row, float sum, float second, float before, int part) {
+    u16* to = job.to + (i64)row * job.outputs + output;
+    if (job.kind == QKV_) *to = half(sum + before);
+    else if (job.kind == UP) {
+      if (job.bias) sum += wide(job.bias[output]), second += wide(job.bias[WIDE + output]);
+      float gate = rounded(sum), up = rounded(second);
+      *to = half(gate / (1 + power2(-gate * LOG2E)) * up);
+    } else if (job.kind == HEAD) *to = half(sum);
+    else if (DOWN_SPLIT > 1 && job.kind == DOWN) step.sums[(part * ROWS + row) * HIDDEN + output] = sum;
+    else *to = half(before + rounded(job.bias ? sum + wide(job.bias[output]) : sum));
   }
 
   // ---- attention
@@ -343,12 +415,11 @@ struct Worker {
       for (int lanes = 1; lanes < 32; lanes *= 2) items += across(items, lanes);
       if (items * KV_HEADS <= limit) break;
     }
-    int longest = pieces;
-    for (int lanes = 1; lanes < 32; lanes *= 2) longest = most(longest, across(longest, lanes));
     if (lane < ROWS) s.lengths[lane] = length, s.pieces[lane] = pieces;
-    if (lane == 0) s.chunk = chunk, s.inline_join = TILES8 == 1 && longest * step.rows <= INLINE;
+    if (lane == 0) s.chunk = chunk;
     meet_warp();
     if (lane == 0)
+#pragma unroll 1
       for (int row = s.first[0] = 0; row < ROWS; ++row) s.first[row + 1] = s.first[row] + s.pieces[row] * KV_HEADS;
   }
 
@@ -421,9 +492,10 @@ struct Worker {
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
       int i = lane * EACH + e;
-      a[e] = wide(read_half(from + i)), b[e] = wide(read_half(from + HALF + i));
+      a[e] = wide(await_half(from + i)), b[e] = wide(await_half(from + HALF + i));
       squares += a[e] * a[e] + b[e] * b[e];
     }
+    meet_warp();
     if (QK_NORM) {
       for (int lanes = 1; lanes < 32; lanes *= 2) squares += across(squares, lanes);
       float scale = inverse_root(squares / HEAD_DIM + EPSILON);
@@ -441,6 +513,13 @@ struct Worker {
       to[i] = first, to[HALF + i] = second;
       if (also) also[i] = first, also[HALF + i] = second;
     }
+  }
+
+  DEVICE u16 await_half(const u16* at) {
+    u16 v;
+    do v = read_half(at);
+    while (v == (u16)ABSENT && again());
+    return v;
   }
 
   // Everything about an item that was there before this step's queries, keys and values.
@@ -462,19 +541,21 @@ struct Worker {
     }
   }
 
-  DEVICE void attend(const Layer& layer, int number, Ahead& ahead) {
+  DEVICE void attend(const Layer& layer, int number, Ahead& ahead, int twin) {
     Item& it = ahead.it;
     Block& b = ahead.block;
     int position = it.length - 1, blocks = over(it.end - it.begin, 16);
-    const u16* qkv = step.qkv + (i64)it.row * QKV;
+    const u16* qkv = step.qkv + (twin * MOST_ROWS + it.row) * QKV;
     bool last = it.end == it.length;
+#pragma unroll 1
     for (int j = warp; j < SHARE + 2; j += WARPS) {
       if (j < 2 && last) {
         const u16* from = qkv + (HEADS + j * KV_HEADS + it.head) * HEAD_DIM;
         u16* to = layer.entries + ((i64)(j * KV_HEADS + it.head) * step.slots + ahead.slot) * HEAD_DIM;
         if (j == 0) turn(from, to, s.fresh[0], layer.key_norm, ahead.angle);
         else
-          for (int i = lane; i < HEAD_DIM; i += 32) to[i] = s.fresh[1][i] = read_half(from + i);
+#pragma unroll 1
+          for (int i = lane; i < HEAD_DIM; i += 32) to[i] = s.fresh[1][i] = await_half(from + i);
       } else if (j >= 2) {
         const u16* from = qkv + (it.head * SHARE + j - 2) * HEAD_DIM;
         turn(from, s.query + (j - 2) * QUERY_STRIDE, nullptr, layer.query_norm, ahead.angle);
@@ -552,12 +633,17 @@ struct Worker {
 #pragma unroll
       for (int d = 0; d < HEAD_DIM / 64; ++d)
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
+        for (int e = 0; e < 2; ++e)
 #pragma unroll
-          for (int e = 0; e < 2; ++e) all[(warp * SHARE + g) * HEAD_DIM + d * 64 + (2 * t + e) * 8 + i] = found[d][i][e];
+          for (int i = 0; i < 8; i += 4)
+            *(float4x*)(all + (warp * SHARE + g) * FOUND_STRIDE + d * 64 + (2 * t + e) * 8 + i) = {
+                found[d][i][e], found[d][i + 1][e], found[d][i + 2][e], found[d][i + 3][e]};
     }
     meet();
-    bool whole = s.pieces[it.row] == 1;
+    int pieces = s.pieces[it.row];
+    u16* to = step.attended + (twin * MOST_ROWS + it.row) * QUERIES + it.head * SHARE * HEAD_DIM;
+    float* part = step.parts + (i64)(twin * ITEMS + number) * PART;
+#pragma unroll 1
     for (int i = thread; i < SHARE * HEAD_DIM; i += THREADS) {
       int head = i / HEAD_DIM;
       float peak = NOTHING, sum = 0, value = 0;
@@ -567,49 +653,53 @@ struct Worker {
       for (int w = 0; w < WARPS; ++w) {
         float weight = power2(s.peaks[w][head] - peak);
         sum += s.totals[w][head] * weight;
-        value += all[w * SHARE * HEAD_DIM + i] * weight;
+        value += all[(w * SHARE + head) * FOUND_STRIDE + i % HEAD_DIM] * weight;
       }
-      if (whole) step.attended[(i64)it.row * QUERIES + it.head * SHARE * HEAD_DIM + i] = half(value / sum);
+      if (pieces == 1) to[i] = half(value / sum);
       else {
-        step.parts[(i64)number * SHARE * HEAD_DIM + i] = value;
-        if (i % HEAD_DIM == 0) step.marks[(number * SHARE + head) * 2] = peak, step.marks[(number * SHARE + head) * 2 + 1] = sum;
+        part[i] = value;
+        if (i % HEAD_DIM == 0) part[SHARE * HEAD_DIM + 2 * head] = peak, part[SHARE * HEAD_DIM + 2 * head + 1] = sum;
       }
     }
-    if (!whole && !s.inline_join) {  // who comes last joins the pieces of this sequence and head
-      meet();
-      u32* count = step.arrived + it.row * KV_HEADS + it.head;
-      if (thread == 0 && (s.is_last = count_and_see(count) == s.pieces[it.row] - 1)) *count = 0;
-      meet();
-      if (s.is_last && thread < SHARE * HEAD_DIM / 8) {
-        int column = it.head * SHARE * HEAD_DIM + thread * 8;
-        Joined joined;
-        for (int p = 0; p < s.pieces[it.row]; ++p) joined.add(*this, it.row, column, p);
-        *(uint4x*)(step.attended + (i64)it.row * QUERIES + column) = joined.result();
-      }
+    if (pieces > 1) {
+      float* other = step.parts + (i64)((1 - twin) * ITEMS + number) * PART;
+#pragma unroll 1
+      for (int i = thread; i < PART; i += THREADS) other[i] = __uint_as_float(ABSENT);
+      if (it.begin == 0)  // who has the first piece joins them all
+#pragma unroll 1
+        for (int i = thread; i < SHARE * HEAD_DIM; i += THREADS) to[i] = half(joined(part, pieces, i));
     }
     meet();  // the next item writes to the same places
   }
 
-  // Eight values of what attention found for a sequence, joined from its pieces.
-  struct Joined {
-    float best = NOTHING, total = 0, v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    DEVICE void add(const Worker& worker, int row, int column, int piece) {
-      int head = column / HEAD_DIM, item = worker.s.first[row] + head / SHARE * worker.s.pieces[row] + piece;
-      i64 at = (i64)item * SHARE + head % SHARE;
-      const float* part = worker.step.parts + at * HEAD_DIM + column % HEAD_DIM;
-      float peak = read_float(worker.step.marks + at * 2), sum = read_float(worker.step.marks + at * 2 + 1);
-      uint4x a = read16(part), b = read16(part + 4);
-      float higher = fmaxf(best, peak), shrink = power2(best - higher), weight = power2(peak - higher);
-      u32 w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  // One value of what attention found for a sequence, from all its pieces.
+  DEVICE float joined(const float* part, int pieces, int at) {
+    float best = NOTHING, total = 0, value = 0;
+    const float* mark = part + SHARE * HEAD_DIM + at / HEAD_DIM * 2;
+#pragma unroll 1
+    for (int first = 0; first < pieces; first += 4) {
+      float v[4], peak[4], sum[4];
+      u32 missing;
+      do {
+        missing = 0;
 #pragma unroll
-      for (int e = 0; e < 8; ++e) v[e] = v[e] * shrink + __uint_as_float(w[e]) * weight;
-      total = total * shrink + sum * weight, best = higher;
+        for (int j = 0; j < 4; ++j) {
+          int p = first + j < pieces ? first + j : first;
+          v[j] = read_float(part + p * PART + at), peak[j] = read_float(mark + p * PART), sum[j] = read_float(mark + p * PART + 1);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          missing |= __float_as_uint(v[j]) == ABSENT || __float_as_uint(peak[j]) == ABSENT || __float_as_uint(sum[j]) == ABSENT;
+      } while (missing && again());
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (first + j < pieces) {
+          float higher = fmaxf(best, peak[j]), shrink = power2(best - higher), weight = power2(peak[j] - higher);
+          value = value * shrink + v[j] * weight, total = total * shrink + sum[j] * weight, best = higher;
+        }
     }
-    DEVICE uint4x result() {
-      float r = 1 / total;
-      return {pack(v[0] * r, v[1] * r), pack(v[2] * r, v[3] * r), pack(v[4] * r, v[5] * r), pack(v[6] * r, v[7] * r)};
-    }
-  };
+    return value / total;
+  }
 
   // ---- the step
 
@@ -622,111 +712,88 @@ struct Worker {
       plan();
     }
     meet();
+    u16* x = step.x + MOST_ROWS * HIDDEN;  // as if a layer before the first had made it
+#pragma unroll 1
     for (int i = block_here() * THREADS + thread; i < step.rows * (HIDDEN / 8); i += GRID * THREADS) {
       int row = i / (HIDDEN / 8), column = i % (HIDDEN / 8) * 8;
-      *(uint4x*)(step.x + (i64)row * HIDDEN + column) = *(const uint4x*)(step.embedding + (i64)s.tokens[row] * HIDDEN + column);
+      *(uint4x*)(x + row * HIDDEN + column) = *(const uint4x*)(step.embedding + (i64)s.tokens[row] * HIDDEN + column);
     }
+    int me = block_here();
+    clear(step.x, HIDDEN, me, GRID), clear(step.x + 2 * MOST_ROWS * HIDDEN, HIDDEN, me, GRID);
+    clear(step.qkv, QKV, me, GRID), clear(step.attended, QUERIES, me, GRID);
+    for (int number = block_here(); number < s.first[ROWS]; number += GRID)
+#pragma unroll 1
+      for (int i = thread; i < PART; i += THREADS) step.parts[(i64)number * PART + i] = __uint_as_float(ABSENT);
   }
-
-  DEVICE void attention(const Layer& layer) {
-    int number = block_here(), items = s.first[ROWS];
-    Ahead ahead;
-    if (number < items) look_ahead(ahead, layer, number);
-    wait();
-    while (number < items) {
-      attend(layer, number, ahead);
-      number += GRID;
-      if (number < items) look_ahead(ahead, layer, number);
-    }
-  }
-
-  // fetch for the output of attention: as it is, or joined on the way.
-  DEVICE auto found() {
-    return [this](auto& x, int begin, int steps) {
-      if (TILES8 > 1 || !s.inline_join) return rows_of<Out>(step.attended)(x, begin, steps);
-      constexpr int HELD = Out::CUTS * Out::PER_WARP;
-      int pieces = g < step.rows ? s.pieces[g] : 0, from = hidden(t * 8);
-      if (pieces == 1) return rows_of<Out>(step.attended)(x, begin, steps);
-      Joined joined[HELD];
-      for (int p = 0; p < pieces; ++p)
-#pragma unroll
-        for (int i = 0; i < HELD; ++i)
-          if (has<Out>(i, steps)) joined[i].add(*this, g, from + column<Out>(i), p);
-#pragma unroll
-      for (int i = 0; i < HELD; ++i) x[i][0] = pieces ? joined[i].result() : uint4x{0, 0, 0, 0};
-    };
-  }
-
-#ifdef STAMPS
-#define STAMP(which) if (thread == 0) p.stamps[(block_here() * LAYERS + (which == 7 ? LAYERS - 1 : at)) * 8 + which] = clock64()
-#else
-#define STAMP(which)
-#endif
 
   DEVICE void run() {
     const Step& p = step;
     begin();
-    arrive();
-    auto none = [](int, int) { return 0.0f; };
-    auto residual = [&](int output, int row) { return wide(read_half(p.x + (i64)row * HIDDEN + output)); };
-    int offset = 0;
-    for (int at = 0; at < LAYERS; ++at) {
-      const Layer& layer = p.layers[at];
-      STAMP(0);
-      multiply<Qkv>(offset, layer.attention_norm, rows_of<Qkv>(p.x),
-          [&](int output, int) { return layer.qkv_bias ? wide(layer.qkv_bias[output]) : 0.0f; },
-          [&](int output, int row, float sum, float, float bias, int) { p.qkv[(i64)row * QKV + output] = half(sum + bias); });
-      offset = next_offset(offset, Qkv::UNITS);
-      STAMP(1);
-      arrive();
-      attention(layer);
-      STAMP(2);
-      arrive();
-      auto add = [&](const u16* bias) {
-        return [&p, bias](int output, int row, float sum, float, float before, int) {
-          float y = rounded(bias ? sum + wide(bias[output]) : sum);
-          p.x[(i64)row * HIDDEN + output] = half(before + y);
-        };
-      };
-      multiply<Out>(offset, nullptr, found(), residual, add(layer.out_bias));
-      offset = next_offset(offset, Out::UNITS);
-      STAMP(3);
-      arrive();
-      multiply<Up>(offset, layer.mlp_norm, rows_of<Up>(p.x), none, [&](int output, int row, float gate, float up, float, int) {
-        if (layer.gate_up_bias) gate += wide(layer.gate_up_bias[output]), up += wide(layer.gate_up_bias[WIDE + output]);
-        gate = rounded(gate), up = rounded(up);
-        p.gated[(i64)row * WIDE + output] = half(gate / (1 + power2(-gate * LOG2E)) * up);
-      });
-      offset = next_offset(offset, Up::UNITS);
-      STAMP(4);
-      arrive();
-      if constexpr (DOWN_SPLIT == 1) multiply<Down>(offset, nullptr, rows_of<Down>(p.gated), residual, add(layer.down_bias));
-      else {
-        multiply<Down>(offset, nullptr, rows_of<Down>(p.gated), none, [&](int output, int row, float sum, float, float, int part) {
-          p.sums[((i64)part * ROWS + row) * HIDDEN + output] = sum;
-        });
-        STAMP(5);
-        arrive();
-        int each = block_here() * THREADS + thread;
-        float before = each < p.rows * HIDDEN ? residual(each % HIDDEN, each / HIDDEN) : 0.0f;
-        wait();
-        for (int i = each; i < p.rows * HIDDEN; i += GRID * THREADS) {
-          int row = i / HIDDEN, output = i % HIDDEN;
-          if (i != each) before = residual(output, row);
-          float sum = 0;
-#pragma unroll
-          for (int part = 0; part < DOWN_SPLIT; ++part) sum += read_float(p.sums + ((i64)part * ROWS + row) * HIDDEN + output);
-          add(layer.down_bias)(output, row, sum, 0, before, 0);
+    arrive(), wait();
+    int offset = 0, at = 0;
+    Kind kind = QKV_;
+#pragma unroll 1
+    for (;;) {
+      const Layer& layer = p.layers[at < LAYERS ? at : 0];
+      int twin = at % 2, other = 1 - twin, number = block_here(), items = s.first[ROWS];
+      u16 *before = p.x + other * MOST_ROWS * HIDDEN, *between = p.x + (2 + twin) * MOST_ROWS * HIDDEN;
+      u16 *after = p.x + twin * MOST_ROWS * HIDDEN, *qkv = p.qkv + twin * MOST_ROWS * QKV;
+      u16* attended = p.attended + twin * MOST_ROWS * QUERIES;
+      Job out = job_of<Out>(OUT, attended, nullptr, layer.out_bias, before, between, !POLLED);
+      Job job = out;
+      if (kind == QKV_) job = job_of<Qkv>(QKV_, before, layer.attention_norm, layer.qkv_bias, nullptr, qkv, !POLLED || at == 0);
+      if (kind == UP) job = job_of<Up>(UP, between, layer.mlp_norm, layer.gate_up_bias, nullptr, p.gated, !POLLED);
+      if (kind == HEAD) job = job_of<Head>(HEAD, before, p.norm, nullptr, nullptr, p.logits, !POLLED);
+      Ahead ahead;
+      if (kind == QKV_ && number < items) look_ahead(ahead, layer, number);
+      multiply<Up>(job, offset);
+      if (kind == HEAD) break;
+      int last = offset;
+      offset = next_offset(offset, job.units);
+      if (kind == QKV_) {
+        between_stages();
+        while (number < items) {
+          attend(layer, number, ahead, twin);
+          number += GRID;
+          if (number < items) look_ahead(ahead, layer, number);
         }
+        between_stages();
+        kind = OUT;
+        if constexpr (QUERIES != HIDDEN) {
+          multiply<Out>(out, offset);
+          between_stages();
+          offset = next_offset(offset, Out::UNITS), kind = UP;
+        }
+      } else if (kind == OUT) between_stages(), kind = UP;
+      else {
+        // What the next layer fills. Who has the input of this product knows that nobody needs it any more.
+        constexpr int HOLDERS = Up::UNITS < GRID ? Up::UNITS : GRID;
+        int mine = (block_here() + GRID - last) % GRID;
+        if (mine < HOLDERS) {
+          clear(p.x + (2 + other) * MOST_ROWS * HIDDEN, HIDDEN, mine, HOLDERS);
+          clear(p.qkv + other * MOST_ROWS * QKV, QKV, mine, HOLDERS);
+          clear(p.attended + other * MOST_ROWS * QUERIES, QUERIES, mine, HOLDERS);
+        }
+        arrive(), wait();
+        clear(before, HIDDEN, block_here(), GRID);
+        Job down = job_of<Down>(DOWN, p.gated, nullptr, layer.down_bias, DOWN_SPLIT == 1 ? between : nullptr, after, true);
+        multiply<Down>(down, offset);
+        if constexpr (DOWN_SPLIT > 1) {
+          arrive(), wait();
+          down.residual = between, down.kind = OUT;
+          for (int i = block_here() * THREADS + thread; i < p.rows * HIDDEN; i += GRID * THREADS) {
+            int row = i / HIDDEN, output = i % HIDDEN;
+            float sum = 0, already = early(down, output, row);
+#pragma unroll
+            for (int part = 0; part < DOWN_SPLIT; ++part) sum += read_float(p.sums + (part * ROWS + row) * HIDDEN + output);
+            finish(down, output, row, sum, 0, already, 0);
+          }
+        }
+        between_stages();
+        offset = next_offset(offset, Down::UNITS);
+        kind = ++at < LAYERS ? QKV_ : HEAD;
       }
-      offset = next_offset(offset, Down::UNITS);
-      STAMP(6);
-      arrive();
     }
-    STAMP(7);
-    multiply<Head>(offset, p.norm, rows_of<Head>(p.x), none, [&](int output, int row, float sum, float, float, int) {
-      p.logits[(i64)row * VOCABULARY + output] = half(sum);
-    });
     if (thread == 0) leave(p.meeting);
   }
 };
@@ -735,6 +802,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decode_few(const 
   Shared& s = *(Shared*)shared_memory();
   int thread = thread_here();
   if (thread == 0) {
+#pragma unroll 1
     for (int i = 0; i < SLOTS; ++i) gate_init(&s.full[i], 1), gate_init(&s.empty[i], WARPS);
     gates_ready();
   }

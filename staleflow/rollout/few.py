@@ -4,7 +4,7 @@ The kernel is for bfloat16 on GPUs of compute capability 9.0 (H100, H200), and f
 everything else decodes with ``cuda.decode``. It needs no compiler but the one in CUDA's runtime (NVRTC), which PyTorch
 brings along. ::
 
-    few = FewRows(model, attention, blocks=132)
+    few = FewRows(model, attention)
     logits_NV = few.decode(given_N, last_N, positions_N, tables_NP)
 """
 
@@ -19,7 +19,7 @@ from staleflow.rollout.attention import PagedAttention
 from staleflow.rollout.model import Model
 from staleflow.rollout.model_folder import ModelConfig
 
-MOST_ROWS = 16
+MOST_ROWS = 32
 SHARED_MEMORY = 232_448
 """Bytes of shared memory that a block may have: 227 KiB on compute capability 9.0."""
 CAPABILITY = (9, 0)
@@ -27,7 +27,10 @@ HELD_REGISTERS = 144
 """Most registers of a thread for its part of a product's input."""
 STEP, WARPS = 32, 8
 """Columns of a matrix that a warp takes at a time; the warps of a block that compute."""
-LEAST_CHUNK, INLINE, WINDOW = 128, 0, 2
+LONGEST_CUT, CUT = 28, 24
+"""Steps of a row that lie in the ring together: all of a row that has no more than the first, else the second."""
+LEAST_CHUNK, WINDOW, PATIENCE = 128, 2, 1 << 20
+"""Least tokens of context for a block; slots of the ring under way; how often a thread looks for what is not there."""
 THREADS = 384
 
 
@@ -57,7 +60,9 @@ def _tiles(rows: int) -> int:
 
 
 def _held(steps: int, tiles: int) -> int:
-    return 4 * tiles * -(-steps // WARPS)
+    """Registers for the input of so many steps, as few.cu cuts them."""
+    cut = steps if steps <= LONGEST_CUT else CUT
+    return 4 * tiles * -(-steps // cut) * -(-cut // WARPS)
 
 
 def divided(hidden: int, wide: int, tiles: int, blocks: int) -> tuple[int, int]:
@@ -67,7 +72,7 @@ def divided(hidden: int, wide: int, tiles: int, blocks: int) -> tuple[int, int]:
     is too much for a block: then columns are divided as well, and another stage adds up the parts.
     """
     steps, every = wide // STEP, -(-hidden // 16)
-    if _held(steps + WARPS, tiles) <= HELD_REGISTERS + 4 * tiles:
+    if _held(steps, tiles) <= HELD_REGISTERS:
         return 1, 1
     found: list[tuple[int, int, int]] = []
     for each in range(1, every + 1):
@@ -78,13 +83,20 @@ def divided(hidden: int, wide: int, tiles: int, blocks: int) -> tuple[int, int]:
     return parts, each
 
 
-def macros(config: ModelConfig, page_size: int, rows: int, blocks: int) -> dict[str, str]:
+def items_of(kv_heads: int, blocks: int) -> int:
+    """Most pieces into which the contexts of all rows and heads are cut."""
+    return -(-MOST_ROWS * kv_heads // blocks) * blocks
+
+
+def macros(config: ModelConfig, page_size: int, rows: int, blocks: int, polled: bool) -> dict[str, str]:
     layers, heads, kv_heads, head_dim = config.geometry
     split, tiles = divided(config.hidden, config.intermediate, _tiles(rows), blocks)
     values = {
         "HIDDEN": config.hidden,
         "WIDE": config.intermediate,
         "LAYERS": layers,
+        "LONGEST_CUT": LONGEST_CUT,
+        "LONG_CUT": CUT,
         "HEADS": heads,
         "KV_HEADS": kv_heads,
         "HEAD_DIM": head_dim,
@@ -97,8 +109,11 @@ def macros(config: ModelConfig, page_size: int, rows: int, blocks: int) -> dict[
         "DOWN_SPLIT": split,
         "DOWN_TILES": tiles,
         "CHUNK": LEAST_CHUNK,
-        "INLINE": INLINE,
+        "MOST_ROWS": MOST_ROWS,
+        "ITEMS": items_of(kv_heads, blocks),
         "WINDOW": WINDOW,
+        "PATIENCE": PATIENCE,
+        "POLLED": int(polled),
     }
     named = {name: str(value) for name, value in values.items()}
     return named | {"EPSILON": f"{config.epsilon:e}f", "SCALE": f"{head_dim**-0.5:e}f"}
@@ -111,7 +126,7 @@ def source() -> str:
 
 POINTERS = (
     "layers", "embedding", "norm", "head", "cos", "sin", "given", "positions", "tables", "last",
-    "x", "qkv", "attended", "gated", "logits", "parts", "marks", "sums", "meeting", "arrived", "stamps",
+    "x", "qkv", "attended", "gated", "logits", "parts", "sums", "meeting",
 )  # fmt: skip
 
 
@@ -127,13 +142,12 @@ class Step(ctypes.Structure):
 
 
 class Memory:
-    """What the kernel works with besides its inputs: the tensors of the layers, and room for what passes between stages."""
+    """What the kernel works with besides its inputs: tensors of the layers, and room for what passes between stages."""
 
     def __init__(self, model: Model, attention: PagedAttention, blocks: int) -> None:
         config, device = model.config, attention.device
         _, heads, kv_heads, head_dim = config.geometry
         queries, rows = heads * head_dim, MOST_ROWS
-        items = -(-rows * kv_heads // blocks) * blocks
         split = max(divided(config.hidden, config.intermediate, tiles, blocks)[0] for tiles in (1, 2, 4))
 
         def halves(*shape: int) -> Tensor:
@@ -159,17 +173,14 @@ class Memory:
             "head": model.head,
             "cos": model.turns[0],
             "sin": model.turns[1],
-            "x": halves(rows, config.hidden),
-            "qkv": halves(rows, (heads + 2 * kv_heads) * head_dim),
-            "attended": halves(rows, queries),
+            "x": halves(4, rows, config.hidden),
+            "qkv": halves(2, rows, (heads + 2 * kv_heads) * head_dim),
+            "attended": halves(2, rows, queries),
             "gated": halves(rows, config.intermediate),
             "logits": self.logits,
-            "parts": floats(items, heads // kv_heads, head_dim),
-            "marks": floats(items, heads // kv_heads, 2),
+            "parts": floats(2, items_of(kv_heads, blocks), heads // kv_heads, head_dim + 2),
             "sums": floats(split, rows, config.hidden),
             "meeting": torch.zeros(2, dtype=torch.int32, device=device),
-            "arrived": torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
-            "stamps": torch.zeros(blocks, len(model.layers), 8, dtype=torch.int64, device=device),
         }
 
     def step(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor) -> Step:
@@ -184,21 +195,21 @@ class FewRows:
         self._dtype = model.dtype
         self._blocks = torch.cuda.get_device_properties(attention.device).multi_processor_count
         self._memory = Memory(model, attention, self._blocks)
-        self._kernels: dict[int, ctypes.c_void_p] = {}
+        self._kernels: dict[tuple[int, bool], ctypes.c_void_p] = {}
 
     def fits(self, rows: int) -> bool:
         return fits(self._config, self._dtype, self._page, rows)
 
-    def decode(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+    def decode(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, polled: bool = True) -> Tensor:
         """Logits of one token of each row: the given one, or where that is negative the last.
 
-        They are good until the next call.
+        They are good until the next call. Blocks wait for each other by looking at values (``polled``) or at barriers.
         """
         rows = len(positions)
-        kernel = self._kernels.get(_tiles(rows))
+        kernel = self._kernels.get((_tiles(rows), polled))
         if kernel is None:
-            options = macros(self._config, self._page, rows, self._blocks)
-            kernel = self._kernels[_tiles(rows)] = load(compiled(source(), tuple(sorted(options.items()))))
+            options = macros(self._config, self._page, rows, self._blocks, polled)
+            kernel = self._kernels[_tiles(rows), polled] = load(compiled(source(), tuple(sorted(options.items()))))
         step = self._memory.step(given, last, positions, tables)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(step))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -213,7 +224,7 @@ def compiled(text: str, options: tuple[tuple[str, str], ...]) -> bytes:
     rtc = ctypes.CDLL(f"libnvrtc.so.{(torch.version.cuda or '12').split('.')[0]}")
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     rtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"few.cu", 0, None, None)
-    flags = ["--gpu-architecture=sm_90a", "--std=c++17", "-default-device", *(f"-D{name}={value}" for name, value in options)]
+    flags = ["--gpu-architecture=sm_90a", "--std=c++17", *(f"-D{name}={value}" for name, value in options)]
     failed = rtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*map(str.encode, flags)))
     if failed:
         rtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))

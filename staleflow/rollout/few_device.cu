@@ -6,14 +6,16 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 struct alignas(16) uint4x { u32 x, y, z, w; };
+struct alignas(16) float4x { float x, y, z, w; };
 
 #define DEVICE __device__ __forceinline__
 #define BOTH __host__ __device__
 
 DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-DEVICE uint4x read16(const void* at) {  // what another block wrote: not through the L1 cache
+// What another block writes. A weak load ("ld.global.cg") would be moved out of the loop that waits for it.
+DEVICE uint4x read16(const void* at) {
   uint4x v;
-  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
   return v;
 }
 DEVICE uint4x read_constant(const void* at) {  // what no block writes
@@ -23,12 +25,12 @@ DEVICE uint4x read_constant(const void* at) {  // what no block writes
 }
 DEVICE float read_float(const float* at) {
   float v;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
   return v;
 }
 DEVICE u16 read_half(const u16* at) {
   u16 v;
-  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(at) : "memory");
+  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(at) : "memory");
   return v;
 }
 DEVICE uint4x tile16(const char* at) {
@@ -83,16 +85,12 @@ DEVICE void stream(void* to, const void* from, u32 bytes, u64* gate, u64 policy)
       ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(gate)), "l"(policy) : "memory");
 }
 DEVICE void count_up(u32* at) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(at) : "memory"); }
-DEVICE u32 count_and_see(u32* at) {
-  u32 before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
-  return before;
-}
-DEVICE void wait_for(u32* at, u32 count) {
+DEVICE u32 read_counter(const u32* at) {
   u32 seen;
-  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(at) : "memory");
-  while ((int)(seen - count) < 0);
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(at) : "memory");
+  return seen;
 }
+DEVICE void pause() {}  // another thread's turn, where threads are emulated
 DEVICE void leave(u32* meeting) {  // the last block to leave makes the counters ready for the next launch
   if (atomicAdd(meeting + 1, 1) == GRID - 1) meeting[0] = meeting[1] = 0;
 }

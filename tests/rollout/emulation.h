@@ -25,6 +25,7 @@ typedef long long i64;
 #define __grid_constant__
 
 struct alignas(16) uint4x { u32 x, y, z, w; };
+struct alignas(16) float4x { float x, y, z, w; };
 
 namespace emulated {
 constexpr int BLOCK = 384;
@@ -81,13 +82,13 @@ inline float __uint_as_float(u32 v) {
   memcpy(&f, &v, 4);
   return f;
 }
-inline u32 bits(float f) {
+inline u32 __float_as_uint(float f) {
   u32 v;
   memcpy(&v, &f, 4);
   return v;
 }
 inline u32 bf16(float f) {
-  u32 v = bits(f);
+  u32 v = __float_as_uint(f);
   if (f != f) return 0x7fff;
   return (v + 0x7fff + (v >> 16 & 1)) >> 16;
 }
@@ -167,11 +168,9 @@ inline void stream(void* to, const void* from, u32 bytes, u64* gate, u64) {
   emulated::copies.push_back({to, from, bytes, gate});
 }
 inline void count_up(u32* at) { ++*at, ++emulated::progress; }
-inline u32 count_and_see(u32* at) { return ++emulated::progress, (*at)++; }
 inline int hidden(int v) { return v; }
-inline void wait_for(u32* at, u32 count) {
-  while ((int)(*at - count) < 0) emulated::yield();
-}
+inline u32 read_counter(const u32* at) { return *at; }
+inline void pause() { emulated::yield(); }
 
 struct Step;
 extern "C" void decode_few(const Step step);
