@@ -119,9 +119,9 @@ def macros(config: ModelConfig, page_size: int, rows: int, blocks: int, polled: 
     return named | {"EPSILON": f"{config.epsilon:e}f", "SCALE": f"{head_dim**-0.5:e}f"}
 
 
-def source() -> str:
+def source(parts: tuple[str, ...] = ("few_device", "few_products", "few_attention", "few")) -> str:
     folder = Path(__file__).parent
-    return "".join((folder / name).read_text() for name in ("few_device.cu", "few.cu"))
+    return "\n".join((folder / f"{name}.cu").read_text() for name in parts)
 
 
 POINTERS = (

@@ -89,7 +89,7 @@ class Case:
 
     def emulated(self, blocks: int, polled: bool) -> torch.Tensor:
         options = few.macros(self.model.config, self.page, self.rows, blocks, polled)
-        text = (Path(few.__file__).parent / "few.cu").read_text()
+        text = few.source(("few_products", "few_attention", "few"))
         source, library = self.folder / "few.cpp", self.folder / "few.so"
         source.write_text(f'#include "emulation.h"\n{text}\n#include "emulation_main.h"\n')
         flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", f"-I{HERE}"]
