@@ -108,6 +108,8 @@ class DecodeGraphs:
         self._model = model
         self._attention = attention
         self._few = FewRows(model, attention) if supported(attention.device) else None
+        self._modes = [True, False]
+        """How the kernel for few rows may wait (``polled`` or not): those that have not failed here."""
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
         device = attention.device
@@ -155,23 +157,31 @@ class DecodeGraphs:
 
     def _record(self, rows: int, width: int) -> _Recorded:
         """The step as a graph, decoded in the fastest way. Its inputs are there already: the ways are tried on them."""
-        plain = best = self._capture(rows, width, None)
-        before = self._last.clone()
+        best = plain = self._capture(rows, width, None)
         if self._few is not None and self._few.fits(rows):
-            expected, seconds = self._try(plain, before)
-            for polled in (True, False):
-                try:
-                    few = self._capture(rows, width, polled)
-                except (OSError, RuntimeError) as error:
-                    warnings.warn(f"few.cu cannot be used, decoding without it: {error}", stacklevel=2)
-                    self._few = None
-                    break
-                found, took = self._try(few, before)
-                if (found - expected).norm() <= DIFFERENCE * expected.norm():
-                    best = few if took < seconds else plain
-                    break
+            few = self._right(rows, width, plain)
+            if few is not None and self._milliseconds(few) < self._milliseconds(plain):
+                best = few
         self._recorded[rows, width] = best
         return best
+
+    def _right(self, rows: int, width: int, plain: _Recorded) -> _Recorded | None:
+        """With the kernel for few rows; None if it cannot be used or does not give the logits of the plain path."""
+        expected = self._logits(plain)
+        if not torch.isfinite(expected).all():
+            return None
+        for polled in self._modes.copy():
+            try:
+                few = self._capture(rows, width, polled)
+            except (OSError, RuntimeError) as error:
+                warnings.warn(f"few.cu cannot be used, decoding without it: {error}", stacklevel=2)
+                self._modes.clear()
+                return None
+            if (self._logits(few) - expected).norm() <= DIFFERENCE * expected.norm():
+                return few
+            self._modes.remove(polled)
+            warnings.warn(f"few.cu is wrong on this GPU (polled: {polled}), decoding without it", stacklevel=2)
+        return None
 
     def _capture(self, rows: int, width: int, polled: bool | None) -> _Recorded:
         """A graph. Run once before: kernels are compiled and libraries make their work space."""
@@ -187,11 +197,14 @@ class DecodeGraphs:
             outputs = self._step(rows, width, polled)
         return _Recorded(graph, *outputs)
 
-    def _try(self, recorded: _Recorded, last: Tensor) -> tuple[Tensor, float]:
-        """Its logits of the present step, and the milliseconds of some replays."""
-        self._last.copy_(last)
+    def _logits(self, recorded: _Recorded) -> Tensor:
+        last = self._last.clone()
         recorded.graph.replay()
-        logits = recorded.logits.float()
+        self._last.copy_(last)
+        return recorded.logits.float()
+
+    def _milliseconds(self, recorded: _Recorded) -> float:
+        last = self._last.clone()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(TRIALS):
@@ -199,7 +212,7 @@ class DecodeGraphs:
         end.record()
         end.synchronize()
         self._last.copy_(last)
-        return logits, begin.elapsed_time(end)
+        return begin.elapsed_time(end)
 
     def _step(self, rows: int, width: int, polled: bool | None) -> tuple[Tensor, Tensor, Tensor]:
         """``polled``: how the kernel for few rows waits; None without it."""
