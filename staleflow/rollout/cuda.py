@@ -186,8 +186,8 @@ class DecodeGraphs:
     def _capture(self, rows: int, width: int, polled: bool | None) -> _Recorded:
         """A graph. Run once before: kernels are compiled and libraries make their work space."""
         side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
         before = self._last.clone()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._step(rows, width, polled)
         torch.cuda.current_stream().wait_stream(side)
