@@ -111,8 +111,8 @@ def parts(engine: TorchEngine) -> dict[str, float]:
         torch.cuda.synchronize()
     found: dict[str, float] = {}
     for event in profiler.key_averages():
-        name = event.key if event.key.startswith("_") else "matrix products" if "nvjet" in event.key else "rest"
-        if any(word in event.key for word in ("gemm", "splitK", "cublas")):
+        name = event.key if event.key.startswith(("_", "decode_few")) else "rest"
+        if any(word in event.key for word in ("nvjet", "gemm", "splitK", "cublas")):
             name = "matrix products"
         found[name] = found.get(name, 0.0) + event.self_device_time_total / 1e3
     whole = sum(found.values())

@@ -75,11 +75,9 @@ def engine_of(sizes: Sizes, shape: str, running: int, tokens: int, way: str) -> 
             dtype=sizes.dtype,  # type: ignore[reportArgumentType]
             device=sizes.device,
             weights="random",
+            persistent_kernel=way != "plain",
         )
-        engine = TorchEngine(folder, options)
-    if way == "plain" and engine._graphs is not None:
-        engine._graphs._few = None
-    return engine
+        return TorchEngine(folder, options)
 
 
 def bandwidth(sizes: Sizes) -> float:

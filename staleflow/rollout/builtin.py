@@ -90,7 +90,9 @@ class TorchEngine:
         """The longest sequence, prompt included, that it can hold."""
         if self.device.type == "cuda":
             pages = self.pool.pages_for(self.capacity)
-            self._graphs = cuda_part().DecodeGraphs(self.model, self.attention, options.max_running, pages)
+            self._graphs = cuda_part().DecodeGraphs(
+                self.model, self.attention, options.max_running, pages, options.persistent_kernel
+            )
         self._ahead: _Flight | None = None
         """The next step, launched before the tokens of the last one were known."""
         self._requests: dict[str, Sequence] = {}

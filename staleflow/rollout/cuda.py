@@ -138,10 +138,13 @@ class _Recorded(NamedTuple):
 
 
 class DecodeGraphs:
-    def __init__(self, model: Model, attention: PagedAttention, most_rows: int, most_pages: int) -> None:
+    def __init__(
+        self, model: Model, attention: PagedAttention, most_rows: int, most_pages: int, persistent: bool = False
+    ) -> None:
+        """``persistent``: try the kernel for few rows, too."""
         self._model = model
         self._attention = attention
-        self._few = FewRows(model, attention) if supported(attention.device) else None
+        self._few = FewRows(model, attention) if persistent and supported(attention.device) else None
         self._modes = [True, False]
         """How the kernel for few rows may wait (``polled`` or not): those that have not failed here."""
         self._recorded: dict[tuple[int, int], _Recorded] = {}
@@ -220,8 +223,8 @@ class DecodeGraphs:
     def _capture(self, rows: int, width: int, polled: bool | None) -> _Recorded:
         """A graph. Run once before: kernels are compiled and libraries make their work space."""
         side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
         before = self._last.clone()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._step(rows, width, polled)
         torch.cuda.current_stream().wait_stream(side)

@@ -20,10 +20,11 @@
 // norms, rotations and the residual are rounded to bfloat16 where it stores them.
 //
 // few.py gives the sizes as macros: HIDDEN WIDE LAYERS HEADS KV_HEADS HEAD_DIM VOCABULARY PAGE EPSILON QK_NORM, TILES8
-// (sequences / 8, rounded up), GRID (blocks), SHARED_MEMORY (bytes of a block), DOWN_SPLIT and DOWN_TILES (how the last product of a
-// layer is divided: among so many blocks by its columns, so many tiles each), CHUNK (least tokens of
-// context that a block takes), MOST_ROWS (of the buffers), ITEMS (most pieces of context), WINDOW
-// (slots under way), POLLED (see below) and PATIENCE (how often a thread looks for what is not there).
+// (sequences / 8, rounded up), GRID (blocks), SHARED_MEMORY (bytes of a block), LONGEST_CUT and LONG_CUT (steps of a row that
+// lie in the ring together), DOWN_SPLIT and DOWN_TILES (how the last product of a layer is divided: parts of its columns, and
+// tiles of its rows for each block), CHUNK (least tokens of context that a block takes), MOST_ROWS (of the buffers), ITEMS (most
+// pieces of context), WINDOW (slots of the ring under way), POLLED (whether blocks look at values, or meet at a barrier between
+// any two stages) and PATIENCE (how often a thread looks for what is not there).
 
 struct Decoding : Attention {
   using Attention::Attention;

@@ -35,7 +35,7 @@ THREADS = 384
 
 
 def fits(config: ModelConfig, dtype: torch.dtype, page_size: int, rows: int) -> bool:
-    """Whether the kernel can decode so many rows of this model."""
+    """Whether the kernel can decode this number of rows of this model."""
     _, heads, kv_heads, head_dim = config.geometry
     sizes = (config.hidden, config.intermediate, heads * head_dim)
     held = _held(max(config.hidden, heads * head_dim) // STEP, _tiles(rows))
@@ -60,7 +60,7 @@ def _tiles(rows: int) -> int:
 
 
 def _held(steps: int, tiles: int) -> int:
-    """Registers for the input of so many steps, as few.cu cuts them."""
+    """Registers of a thread for the input of this number of steps, as few.cu cuts them."""
     cut = steps if steps <= LONGEST_CUT else CUT
     return 4 * tiles * -(-steps // cut) * -(-cut // WARPS)
 

@@ -180,8 +180,8 @@ struct Products {
   DEVICE void between_stages() {
     if (!POLLED) arrive(), wait();
   }
-  // Whether to look once more for what is not there. Who has looked too often goes on without it: what is absent is not a
-  // number, so all that comes of it is none either, and the step fails instead of never ending.
+  // Whether to look once more for what is not there. A thread that has looked too often continues without it: what is absent is
+  // not a number, so nothing computed from it is one, and the step fails instead of never ending.
   DEVICE bool again() {
     if (patience) pause(), --patience;
     return patience;

@@ -66,7 +66,7 @@ class Case:
         self.slots = pages_now * page + self.positions.long() % page
         self.last = torch.randint(0, 100, (self.rows,))
         self.given = torch.randint(0, 100, (self.rows,), dtype=torch.int32)
-        self.given[::2] = -1  # these go on with the last token
+        self.given[::2] = -1  # these continue with the last token
 
     def memory(self, dtype: torch.dtype, pages: int) -> PagedAttention:
         return PagedAttention(self.model.config.geometry, pages, self.page, dtype, torch.device("cpu"))
@@ -126,7 +126,7 @@ def test_a_step_equals_the_plain_path(
 
 
 def test_a_kernel_that_waits_in_vain_comes_to_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values that never come are no numbers, and neither are the logits: the step fails instead of hanging."""
+    """Values that never come are not numbers, and neither are the logits: the step fails instead of hanging."""
     case = Case(tmp_path, {}, [37], 16)
     monkeypatch.setattr(few, "PATIENCE", 0)
     assert not torch.isfinite(case.emulated(3, polled=True)).any()
