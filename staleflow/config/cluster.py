@@ -4,9 +4,9 @@ What is null follows from the rest of the configuration, and is an assumption th
 (``staleflow.simulate.setting.assumptions``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import inf
+from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from staleflow.settings import Amount, Count, Limits, Positive, Section, Share
@@ -75,12 +75,19 @@ class ClusterOptions(Section):
             yield f"costs.{unknown[0]} is unknown: choose one of {', '.join(COEFFICIENTS)}"
         elif costs and (missing := [name for name in COEFFICIENTS if name not in costs]):
             yield f"costs lacks {', '.join(missing)}: give all coefficients, or a profile"
-        elif costs and not (0 <= min(costs.values()) <= max(costs.values()) < inf and costs["floor"] + costs["fixed"]):
-            yield "costs has a step that takes no time: give coefficients of 0 or more, and a floor"
+        elif costs and not takes_time(costs):
+            yield "costs has a step that takes no time: give coefficients of 0 or more (base: any), and a floor"
         if self.lengths == "independent" and self.between:
             yield f"lengths=independent says what between={self.between:g} is: leave one out"
         if self.lengths == "long" and self.scale != 1:
             yield f"lengths=long says what scale={self.scale:g} is: leave one out"
+
+
+def takes_time(costs: Mapping[str, float]) -> bool:
+    """Whether every engine step does. The line that grows with sequences may begin below zero, nothing else may."""
+    least = min(value for name, value in costs.items() if name != "base")
+    one = max(costs["floor"], costs["base"] + costs["per_sequence"]) + costs["fixed"]
+    return all(isfinite(value) for value in costs.values()) and least >= 0 and one > 0
 
 
 def problems(config: "Config") -> Iterator[str]:

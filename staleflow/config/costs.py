@@ -5,10 +5,9 @@ costs_from_geometry(config)     # for the coordinator of a real run until it has
 """
 
 import json
-import math
 from pathlib import Path
 
-from staleflow.config.cluster import COEFFICIENTS
+from staleflow.config.cluster import COEFFICIENTS, takes_time
 from staleflow.config.schema import Config
 from staleflow.config.sizes import sizes_of
 from staleflow.coordinator.cost import CostModel
@@ -65,6 +64,6 @@ def read_profile(name: str) -> CostModel:
         raise ConfigError(f"profile {name} cannot be read ({error.strerror}): make it with staleflow profile") from None
     except (ValueError, TypeError, KeyError):
         raise ConfigError(f"profile {name} holds no coefficients: make it with staleflow profile") from None
-    if not all(math.isfinite(value) for value in values.values()) or values["floor"] + values["fixed"] <= 0:
+    if not takes_time(values):
         raise ConfigError(f"profile {name}: a step that takes no time is impossible: measure again")
     return CostModel(**values)

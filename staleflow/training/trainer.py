@@ -133,9 +133,10 @@ class Trainer:
         """
         tokens = sum(row.prompt.size + row.tokens.size for group in self._open.waiting for row in group)
         if tokens and (tokens >= self.options.micro_tokens or not self._clock.busy):
-            self._flush()
+            self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Begin with all groups that wait."""
         groups, self._open.waiting = self._open.waiting, []
         if groups:
             self._open.loss += self._accumulate(self._work(groups))
@@ -146,7 +147,7 @@ class Trainer:
         if step != self.version or not done.groups:
             raise ValueError(f"step {step} cannot be finished: step {self.version} has {len(done.groups)} groups")
         asked = time.perf_counter()
-        self._flush()
+        self.flush()
         early_s = max(0.0, self._clock.seconds() - (time.perf_counter() - asked))
         if self.options.whole_batch is None:
             self._update(step, done.loss)

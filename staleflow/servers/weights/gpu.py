@@ -4,17 +4,19 @@ pin(memory.data_ptr(), memory.numel())
 digests = store_from_gpu(memory, [(entry, tensor), ...])      # neighbours in the slot are one copy
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
 import torch
+import xxhash
 
-from staleflow.servers.weights.tensors import StoredTensor, digest_of
+from staleflow.servers.weights.tensors import StoredTensor, raw
 
 STAGED = 256 << 20
 """Bytes that are gathered on the GPU for one copy; a larger tensor is a copy of its own."""
-HASHERS = 4
+HASHERS = min(8, os.cpu_count() or 1)
 """Threads that checksum what has arrived while the rest is being copied."""
 
 Neighbours = list[tuple[int, StoredTensor, torch.Tensor]]
@@ -33,14 +35,33 @@ def unpin(address: int) -> None:
 def store_from_gpu(memory: torch.Tensor, tensors: Sequence[tuple[int, StoredTensor, torch.Tensor]]) -> dict[int, str]:
     """Copy numbered tensors into a slot. Returns their checksums once all are in place."""
     landed = [(run, _send(memory, run)) for run in _runs(tensors)]
-    found: dict[int, Future[str]] = {}
+    found: list[Future[dict[int, str]]] = []
     with ThreadPoolExecutor(HASHERS) as pool:
         for run, event in landed:
             event.synchronize()
-            for number, entry, _ in run:
-                place = memory.data_ptr() + entry.start
-                found[number] = pool.submit(digest_of, place, entry.stop - entry.start)
-    return {number: each.result() for number, each in found.items()}
+            places = [(number, entry) for number, entry, _ in run]
+            found += [pool.submit(digests, memory.data_ptr(), share) for share in shares(places, HASHERS)]
+    return {number: digest for each in found for number, digest in each.result().items()}
+
+
+def shares(places: Sequence[tuple[int, StoredTensor]], count: int) -> list[list[tuple[int, StoredTensor]]]:
+    """Tensors shared out over ``count`` threads, about as many bytes for each, in few calls: the interpreter is free
+    only while a thread is inside one."""
+    found: list[list[tuple[int, StoredTensor]]] = [[] for _ in range(count)]
+    held = [0] * count
+    for place in sorted(places, key=lambda place: place[1].start - place[1].stop):
+        least = held.index(min(held))
+        found[least].append(place)
+        held[least] += place[1].stop - place[1].start
+    return [share for share in found if share]
+
+
+def digests(address: int, places: Sequence[tuple[int, StoredTensor]]) -> dict[int, str]:
+    """Checksums of tensors in a slot at this address, each in one go."""
+    return {
+        number: xxhash.xxh3_64_hexdigest(raw(address + entry.start, entry.stop - entry.start))
+        for number, entry in places
+    }
 
 
 def _send(memory: torch.Tensor, run: Neighbours) -> Any:
