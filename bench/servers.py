@@ -1,4 +1,4 @@
-"""How fast the data servers are: trajectories through their whole life, recovery, weights.
+"""How fast the data servers are: trajectories from admission to commit, recovery, weights.
 
     python bench/servers.py            # tables
     python bench/servers.py --json     # the same as JSON
@@ -283,7 +283,7 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(result, indent=2))
         return
-    table("Trajectories through their whole life", result["lifecycle"])
+    table("Trajectories from admission to commit", result["lifecycle"])
     table("Memory of live trajectories", result["memory"])
     table("Recovery", result["recovery"])
     table("The same bytes through several stores", result["stores"])

@@ -48,11 +48,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 import transformers
+from adder_accuracy import greedy_accuracy, load
 from transformers import AutoTokenizer, TrainerCallback
 
 from staleflow.tasks import adder
 from staleflow.tasks.adder import Adder
-from staleflow.tasks.base_model import Recipe, base_model, greedy_accuracy, load
+from staleflow.tasks.base_model import Recipe, base_model
 from staleflow.tasks.prompts import TaskPrompts
 from staleflow.tasks.task import TaskError
 

@@ -24,7 +24,7 @@ class ClusterOptions(Section):
     training_gpus: Count = 1
     """They divide the trainer's time."""
     gpus_per_instance: Count = 1
-    """For counting only: costs are those of an instance."""
+    """GPUs of an instance, only to count them: costs are those of a whole instance."""
     lengths: LengthKind = "lognormal"
     """Lengths of responses. As in production serving of DeepSeek-R1: ``correlated`` within a group, ``independent``, or
     ``long`` (correlated, four times as long). Otherwise ``lognormal`` (CV 1), ``powerlaw`` (tail 1.5), ``bimodal`` (a

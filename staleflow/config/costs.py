@@ -17,7 +17,7 @@ BANDWIDTH = {"cpu": 1e10, "cuda": 2e12}
 FLOPS = {"cpu": 4e10, "cuda": 4e14}
 """Rough peaks of a device."""
 TRAINING_FLOP = 8
-"""For each parameter and token: forward, backward, and forward again where activations are recomputed."""
+"""Operations for each parameter and token: forward, backward, and forward again to recompute activations."""
 TRAINING_SHARE = 0.4
 """Share of the peak that training reaches."""
 

@@ -7,6 +7,7 @@ these names. ``gsm8k-smollm`` needs a path: ``data.source=.../train.jsonl``.
 
 from typing import Any
 
+from staleflow.config.cluster import COEFFICIENTS
 from staleflow.tasks.options import ADDER, SMOLLM
 
 Tree = dict[str, Any]
@@ -51,15 +52,9 @@ def _paper(model: str, instances: int, kv_tokens: int, **cluster: Any) -> Tree:
     }
 
 
-def _costs(floor: float, base: float, per_sequence: float, fixed: float, per_context_token: float) -> Tree:
-    return {
-        "floor": floor,
-        "base": base,
-        "per_sequence": per_sequence,
-        "fixed": fixed,
-        "per_context_token": per_context_token,
-        "per_prefill_token": per_sequence,  # assumed: the slope of decoding
-    }
+def _costs(*values: float) -> Tree:
+    """The coefficients in their order; prefill is assumed to cost per token what decoding costs per sequence."""
+    return dict(zip(COEFFICIENTS, (*values, values[2]), strict=True))
 
 
 def _doubled(preset: Tree) -> Tree:

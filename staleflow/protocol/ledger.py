@@ -213,7 +213,7 @@ class StalenessLedger:
         )
 
     def counts(self) -> LedgerCounts:
-        """Where every group ever admitted is."""
+        """How many groups were admitted, and what became of them."""
         return LedgerCounts(
             admitted=len(self._groups) + self._committed + sum(self._released.values()),
             live=len(self._groups),

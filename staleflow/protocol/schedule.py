@@ -2,7 +2,7 @@
 
 A schedule asks one question: can every live group still be trained by its deadline, ``places`` groups to a step from
 the open step (the *frontier*) on? For unit jobs that is a matter of counting. With ``n(k)`` groups due by step ``k``
-and ``taken`` places of the open step gone, it can iff for every ``k >= frontier``::
+and ``taken`` places of the open step used, it can iff for every ``k >= frontier``::
 
     n(k) <= places * (k - frontier + 1) - taken
 
@@ -46,7 +46,7 @@ class Schedule:
         """Groups in the schedule."""
         self.in_flight: list[set[LiveGroup]] = [set() for _ in range(horizon)]
         self.complete: list[OrderedDict[int, LiveGroup]] = [OrderedDict() for _ in range(horizon)]
-        """By ``order``, in that order."""
+        """Complete groups of each deadline, by ``order`` and in that order."""
 
     def add(self, group: LiveGroup) -> None:
         """Put the group in; a complete one behind the others of its deadline."""

@@ -158,7 +158,7 @@ class Worker:
         was_busy = bool(self.due)
         try:
             for answer in self._frames.feed(data):
-                self._hear(answer)
+                self._receive(answer)
         except ValueError as error:
             self._lose(f"the reward worker answered nonsense ({error})")
         if self._closed:
@@ -171,7 +171,7 @@ class Worker:
         elif was_busy:
             self._listener.idle(self)
 
-    def _hear(self, answer: Answer) -> None:
+    def _receive(self, answer: Answer) -> None:
         if not self._ready.done():
             self._ready.set_result(answer.why)
             return

@@ -1,8 +1,8 @@
 """Fit the cost model of the coordinator to measured decoding steps.
 
-The model is linear but for one corner: below some number of sequences a step costs as much as if there were that many
-(reading the weights), above it each sequence costs. So for each possible corner the rest is least squares, and the best
-corner wins. Errors are relative, since a step of 1 ms matters as much as one of 100. ::
+The model is linear except for one corner: up to some number of sequences a step has a constant cost (reading the
+weights), above it each sequence costs. So for each possible corner the rest is least squares, and the best corner wins.
+Errors are relative, since a step of 1 ms matters as much as one of 100. ::
 
     model, errors = fit(points, prefill_s_per_token)
 """

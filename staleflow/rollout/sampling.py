@@ -37,14 +37,7 @@ class Params(NamedTuple):
 
     @classmethod
     def of(cls, rows: Rows, order: Ints) -> "Params":
-        return cls(
-            rows.seed[order],
-            rows.drawn[order],
-            rows.temperature[order],
-            rows.top_p[order],
-            rows.top_k[order],
-            rows.min_p[order],
-        )
+        return cls(*(getattr(rows, name)[order] for name in cls._fields))
 
     @property
     def truncated(self) -> npt.NDArray[np.bool_]:

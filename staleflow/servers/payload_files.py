@@ -28,7 +28,7 @@ Named = tuple[str, Chunk]
 
 
 class FileRange(NamedTuple):
-    """Where a transaction's chunks are."""
+    """The range of a file that holds a transaction's chunks."""
 
     file: int
     offset: int

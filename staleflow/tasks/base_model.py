@@ -6,7 +6,6 @@ machine; later calls find it. The folder is named after a hash of everything tha
 rename: an interrupted warm start leaves nothing that could be taken for a model::
 
     folder = base_model("cache", Recipe(seed=0))
-    accuracy = greedy_accuracy(load(folder), Adder(), count=256)
 """
 
 import hashlib
@@ -16,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -79,12 +78,6 @@ def base_model(
         (draft / "recipe.json").write_text(json.dumps(asdict(recipe), indent=2))
 
     return made_once(Path(cache) / f"adder-{recipe.key}", make)
-
-
-def load(folder: str | Path) -> LlamaForCausalLM:
-    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder, local_files_only=True))
-    model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
-    return model.eval()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -208,39 +201,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-# Evaluation
-
-
-def greedy_accuracy(model: Any, task: Adder, count: int = 256) -> float:
-    """The share of the first ``count`` held-out problems that the model's most likely response solves."""
-    problems = [task.problem(index, "held-out") for index in range(count)]
-    responses = generate(model, problems, temperature=0.0)
-    return sum(task.verify(*each) for each in zip(problems, responses, strict=True)) / count
-
-
-@torch.inference_mode()
-def generate(model: Any, problems: Sequence[Problem], temperature: float, seed: int = 0) -> list[list[int]]:
-    """One response per problem, in one batch; temperature 0 is greedy. For checks: engines are faster."""
-    random = torch.Generator().manual_seed(seed)
-    ids = torch.tensor([problem.prompt for problem in problems])
-    done = torch.zeros(len(problems), dtype=torch.bool)
-    past: Any = None
-    made: list[Tensor] = []
-    for _ in range(adder.MAX_RESPONSE_TOKENS + 8):
-        out = model(input_ids=ids, past_key_values=past, use_cache=True)
-        past, logits = out.past_key_values, out.logits[:, -1]
-        if temperature:
-            ids = torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)
-        else:
-            ids = logits.argmax(-1, keepdim=True)
-        made.append(ids[:, 0].masked_fill(done, adder.PAD))
-        done |= ids[:, 0] == adder.END
-        if bool(done.all()):
-            break
-    return [_until_end(row) for row in torch.stack(made, 1).tolist()]
-
-
-def _until_end(tokens: list[int]) -> list[int]:
-    return tokens[: tokens.index(adder.END) + 1] if adder.END in tokens else tokens

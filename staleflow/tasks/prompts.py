@@ -73,7 +73,7 @@ class DataPrompts:
         return self._problems[self.item(prompt)]
 
     def item(self, prompt: int) -> int:
-        """Its place in the data as it was read."""
+        """The index of a prompt in the data as it was read."""
         place = self.order.place(prompt)
         if place is None:
             raise TaskError(f"prompt {prompt} is past the end of the data: {self.order.epochs} epochs were asked for")

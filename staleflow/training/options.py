@@ -88,9 +88,9 @@ class Training(Section):
     tokens, or their sum over ``rollout.max_tokens`` for each response. ``auto``: what the loss goes with
     (``sequence-mean`` for gspo, ``token-mean`` for the others), and ``fixed-length`` with dr_grpo."""
     importance_cap: Annotated[float, Limits(above=0, infinite=True)] = 2.0
-    """For ``truncated``."""
+    """Largest importance weight of ``truncated``."""
     sequence_band: Annotated[tuple[float, float], Limits(infinite=True)] = (0.5, 2.0)
-    """For ``masked``: sequences whose mean ratio leaves it are not trained on."""
+    """For ``masked``: sequences whose mean ratio is outside are not trained on."""
 
     # Rewards and advantages
     whiten_advantages: bool = False

@@ -212,7 +212,7 @@ def moves(size: Size, key: Key) -> Iterator[tuple[str, Key, Picture]]:
         reached = key_of(ledger, failed)
         changed = reached._replace(failed=key.failed) != key
         assert granted is not False or not changed, f"{action} was refused and yet changed {key}"
-        if changed:  # a call granted without effect, such as lower to a newer version, is no step of the protocol
+        if changed:  # a call granted without effect, such as lower to a newer version, is not a step of the protocol
             yield action, reached, picture_of(ledger, failed)
 
 

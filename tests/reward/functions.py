@@ -15,7 +15,7 @@ NOT_A_FUNCTION = 1
 
 def behave(problem: Problem, response: Response) -> Any:
     """Does what the text of the response says."""
-    print("what a reward prints is no answer", flush=True)
+    print("what a reward prints is not an answer", flush=True)
     match response.text:
         case "hang":
             threading.Event().wait()

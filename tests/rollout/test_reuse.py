@@ -83,7 +83,7 @@ def test_returning_trajectory_whose_pages_were_needed_by_others_is_prefilled_aga
 
 
 def test_partly_filled_page_is_not_overwritten_for_a_second_reader(tiny: Models) -> None:
-    """Two trajectories resume from one cached page: one goes on in it, the other must get its own copy."""
+    """Two trajectories resume from one cached page: one continues in it, the other must get its own copy."""
     model = tiny("llama")
     p = prompt(12)
     first = Request("a", 1, p, sampling=greedy(30))

@@ -1,4 +1,4 @@
-"""A trajectory server with payload that lives at random: what the tests of its journal let happen to it."""
+"""A trajectory server with payload that is used at random, for the tests of its journal."""
 
 import hashlib
 import zlib
@@ -43,7 +43,7 @@ def image(server: TrajectoryServer) -> str:
     return hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()
 
 
-class Life:
+class RandomActs:
     def __init__(self, server: TrajectoryServer, random: Random) -> None:
         self.server = server
         self.random = random

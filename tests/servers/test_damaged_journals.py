@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from staleflow.servers.database import JournalError
 from tests.servers.random_server import image
-from tests.servers.test_durable import Pictured, live, reopened
+from tests.servers.test_durable import Pictured, random_journal, reopened
 
 
 @pytest.fixture(scope="module", params=[10**9, 25], ids=["no snapshots", "many snapshots"])
 def written(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Pictured:
-    journal, _ = live(tmp_path_factory.mktemp("journal") / "events.db", 3, 200, request.param)
+    journal, _ = random_journal(tmp_path_factory.mktemp("journal") / "events.db", 3, 200, request.param)
     journal.close()
     return journal
 

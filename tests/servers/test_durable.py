@@ -16,7 +16,7 @@ from staleflow.servers.journal import Event
 from staleflow.servers.payloads import Chunk
 from staleflow.servers.state import recover
 from staleflow.servers.trajectories import TrajectoryServer
-from tests.servers.random_server import Life, image, new_server
+from tests.servers.random_server import RandomActs, image, new_server
 from tests.servers.small_server import Source
 
 
@@ -35,17 +35,17 @@ class Pictured(DurableJournal):
             self.images[self.position] = image(self.server)
 
 
-def live(path: Path, seed: int, acts: int, snapshot_events: int = 10**9) -> tuple[Pictured, list[int]]:
-    """A random life, committed at random moments. The journal, still open, and the positions that were durable."""
+def random_journal(path: Path, seed: int, count: int, snapshot_events: int = 10**9) -> tuple[Pictured, list[int]]:
+    """A server used at random and committed at random moments: its open journal, and the durable positions."""
     journal = Pictured(path, threaded=False, snapshot_events=snapshot_events)
     server = new_server(journal)
     recover(server, journal)
     journal.server = server
     journal.images[journal.position] = image(server)
     random = Random(seed)
-    life, durable = Life(server, random), [journal.durable]
-    for _ in range(acts):
-        life.act()
+    acts, durable = RandomActs(server, random), [journal.durable]
+    for _ in range(count):
+        acts.act()
         if random.random() < 0.2:
             journal.commit()
             durable.append(journal.durable)
@@ -75,7 +75,7 @@ def copied(path: Path, to: Path) -> Path:
 def test_a_crash_at_any_moment_leaves_the_state_after_the_last_durable_event(
     tmp_path: Path, seed: int, snapshot_events: int
 ) -> None:
-    journal, _ = live(tmp_path / "a" / "journal.db", seed, 300, snapshot_events)
+    journal, _ = random_journal(tmp_path / "a" / "journal.db", seed, 300, snapshot_events)
     crashed = copied(journal.path, tmp_path / "b")
     again, server = reopened(crashed)
     assert again.durable == journal.durable
@@ -84,10 +84,10 @@ def test_a_crash_at_any_moment_leaves_the_state_after_the_last_durable_event(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_lives_can_follow_each_other_and_nothing_is_lost_between_them(tmp_path: Path, seed: int) -> None:
+def test_attempts_can_follow_each_other_and_nothing_is_lost_between_them(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "journal.db"
-    for life in range(6):
-        journal, _ = live(path, seed * 100 + life, 80, snapshot_events=40)
+    for attempt in range(6):
+        journal, _ = random_journal(path, seed * 100 + attempt, 80, snapshot_events=40)
         journal.close()
         again, server = reopened(path)
         assert image(server) == journal.images[journal.position]
@@ -99,7 +99,7 @@ def test_lives_can_follow_each_other_and_nothing_is_lost_between_them(tmp_path: 
 def test_a_log_that_ends_at_any_byte_opens_at_a_whole_prefix_and_says_what_it_dropped(
     tmp_path: Path, seed: int
 ) -> None:
-    journal, durable = live(tmp_path / "a" / "journal.db", seed, 150, snapshot_events=60)
+    journal, durable = random_journal(tmp_path / "a" / "journal.db", seed, 150, snapshot_events=60)
     random = Random(seed)
     for cut in range(10):
         crashed = copied(journal.path, tmp_path / f"b{cut}")
@@ -119,7 +119,7 @@ def test_a_log_that_ends_at_any_byte_opens_at_a_whole_prefix_and_says_what_it_dr
 
 
 def test_garbage_behind_the_last_commit_is_left_out(tmp_path: Path) -> None:
-    journal, durable = live(tmp_path / "a" / "journal.db", 3, 150)
+    journal, durable = random_journal(tmp_path / "a" / "journal.db", 3, 150)
     crashed = copied(journal.path, tmp_path / "b")
     with crashed.with_name(crashed.name + "-wal").open("ab") as wal:
         wal.write(Random(1).randbytes(40_000))
@@ -133,9 +133,9 @@ def test_the_writer_thread_makes_everything_durable_in_order(tmp_path: Path) -> 
     server = new_server(journal)
     recover(server, journal)
     journal.server = server
-    life = Life(server, Random(5))
+    acts = RandomActs(server, Random(5))
     for _ in range(400):
-        life.act()
+        acts.act()
     journal.close()
     assert journal.durable == journal.position
     _, server = reopened(journal.path)
@@ -146,7 +146,7 @@ def test_payload_of_what_was_consumed_or_given_up_leaves_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(payload_files, "FILE_BYTES", 1_000)
-    journal, _ = live(tmp_path / "journal.db", 1, 1_200)
+    journal, _ = random_journal(tmp_path / "journal.db", 1, 1_200)
     server = journal.server
     assert server is not None
     assert server.payloads is not None
@@ -167,7 +167,7 @@ def test_payload_of_what_was_consumed_or_given_up_leaves_the_disk(
 # What cannot be opened, read or written
 
 
-def test_a_second_owner_is_told_who_the_first_is(tmp_path: Path) -> None:
+def test_a_second_owner_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
     first = DurableJournal(tmp_path / "journal.db")
     with pytest.raises(JournalError, match=r"belongs to process \d+, which is running: stop it, or use another"):
         DurableJournal(tmp_path / "journal.db")
@@ -176,7 +176,7 @@ def test_a_second_owner_is_told_who_the_first_is(tmp_path: Path) -> None:
 
 
 def test_others_may_read_while_the_owner_writes(tmp_path: Path) -> None:
-    journal, _ = live(tmp_path / "journal.db", 2, 50)
+    journal, _ = random_journal(tmp_path / "journal.db", 2, 50)
     journal.commit()
     reader = sqlite3.connect(f"file:{journal.path}?mode=ro", uri=True)
     assert reader.execute("SELECT sum(count) FROM log").fetchone() == (journal.durable,)
@@ -193,7 +193,7 @@ def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_journal_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
     path.write_text("a diary, dear reader, and not a data base; " * 100)
     with pytest.raises(JournalError, match=r"cannot open the journal .*use another run directory"):
@@ -214,7 +214,7 @@ def test_other_settings_than_the_run_was_started_with_are_refused(tmp_path: Path
 
 @pytest.mark.parametrize("table", ["log", "snapshot"])
 def test_a_damaged_row_is_noticed(tmp_path: Path, table: str) -> None:
-    journal, _ = live(tmp_path / "journal.db", 4, 200, snapshot_events=30)
+    journal, _ = random_journal(tmp_path / "journal.db", 4, 200, snapshot_events=30)
     expected = image(journal.server)  # type: ignore[arg-type]
     journal.close()
     with sqlite3.connect(journal.path) as db:
@@ -230,7 +230,7 @@ def test_a_damaged_row_is_noticed(tmp_path: Path, table: str) -> None:
 
 
 def test_damaged_payload_is_noticed(tmp_path: Path) -> None:
-    journal, _ = live(tmp_path / "journal.db", 4, 200)
+    journal, _ = random_journal(tmp_path / "journal.db", 4, 200)
     journal.close()
     file = max((tmp_path / "journal.db-payload").iterdir())
     whole = file.read_bytes()
@@ -240,7 +240,7 @@ def test_damaged_payload_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_missing_batch_of_events_is_noticed(tmp_path: Path) -> None:
-    journal, _ = live(tmp_path / "journal.db", 4, 200)
+    journal, _ = random_journal(tmp_path / "journal.db", 4, 200)
     journal.close()
     with sqlite3.connect(journal.path) as db:
         db.execute("DELETE FROM log WHERE last=(SELECT last FROM log ORDER BY last LIMIT 1 OFFSET 3)")
@@ -248,20 +248,20 @@ def test_a_missing_batch_of_events_is_noticed(tmp_path: Path) -> None:
         reopened(journal.path)
 
 
-def test_a_full_disk_loses_nothing_and_the_run_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
+def test_a_full_disk_loses_nothing_and_the_run_continues_when_there_is_room_again(tmp_path: Path) -> None:
     journal = Pictured(tmp_path / "journal.db", threaded=False)
     server = new_server(journal)
     recover(server, journal)
     journal.server = server
-    life = Life(server, Random(7))
+    acts = RandomActs(server, Random(7))
     for _ in range(50):
-        life.act()
+        acts.act()
     journal.commit()
     durable = journal.durable
     pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
     journal._db.execute(f"PRAGMA max_page_count={pages}")
     for _ in range(2_000):
-        life.act()
+        acts.act()
     with pytest.raises(JournalError, match=r"full\): free some disk space; nothing is lost meanwhile"):
         journal.commit()
     assert (journal.durable, journal.trouble is None) == (durable, False)
@@ -275,13 +275,13 @@ def test_a_full_disk_loses_nothing_and_the_run_goes_on_when_there_is_room_again(
 
 
 def test_payload_that_finds_no_room_waits_and_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal, _ = live(tmp_path / "journal.db", 8, 60)
+    journal, _ = random_journal(tmp_path / "journal.db", 8, 60)
     server = journal.server
     assert server is not None
     journal.commit()
-    durable, life = journal.durable, Life(server, Random(8))
+    durable, acts = journal.durable, RandomActs(server, Random(8))
     for _ in range(200):
-        life.act()
+        acts.act()
     with monkeypatch.context() as full:
         full.setattr(
             payload_files.os, "fdatasync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
@@ -299,7 +299,7 @@ def test_a_kill_loses_no_page_cache_so_syncing_is_watched_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only a power failure would show a missing sync: payload must be synced before the data base commits it."""
-    journal, _ = live(tmp_path / "journal.db", 2, 30)
+    journal, _ = random_journal(tmp_path / "journal.db", 2, 30)
     journal.commit()
     done: list[str] = []
     synced = payload_files.os.fdatasync

@@ -16,7 +16,7 @@ from staleflow.servers.journal import Event
 from staleflow.servers.payloads import Chunk
 from staleflow.servers.state import recover
 from staleflow.servers.trajectories import TrajectoryServer
-from tests.servers.random_server import Life, image, new_server
+from tests.servers.random_server import RandomActs, image, new_server
 
 pytestmark = pytest.mark.processes
 
@@ -45,13 +45,13 @@ def own(path: Path, seed: int, pipe: Connection) -> None:
     journal.pipe, journal.speech, journal.server = pipe, threading.Lock(), new_server(journal)
     recover(journal.server, journal)
     journal.on_durable = lambda: journal.say(journal.durable, None)
-    life = Life(journal.server, Random(seed))
+    acts = RandomActs(journal.server, Random(seed))
     while True:
-        life.act()
+        acts.act()
 
 
 def kill_once(path: Path, seed: int, images: dict[int, str]) -> int:
-    """One life of an owner. Returns how far the next one found the journal."""
+    """Start an owner and kill it. Returns how far the next one found the journal."""
     random = Random(seed)
     ours, theirs = FORK.Pipe()
     owner = FORK.Process(target=own, args=(path, seed, theirs), daemon=True)
@@ -88,7 +88,7 @@ def kill_often(path: Path, kills: int, first_seed: int) -> None:
     images = {0: image(new_server(empty))}
     empty.close()
     found = [kill_once(path, first_seed + kill, images) for kill in range(kills)]
-    assert found == sorted(found), "a later life knew less than an earlier one"
+    assert found == sorted(found), "a later owner knew less than an earlier one"
     assert found[-1] > 10 * kills, "the owners were killed before they had done anything"
 
 

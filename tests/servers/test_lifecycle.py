@@ -1,4 +1,4 @@
-"""The life of a trajectory: what may follow what, and that nothing else can happen."""
+"""The states of a trajectory: the allowed transitions, and that there are no others."""
 
 from itertools import product
 from typing import get_args

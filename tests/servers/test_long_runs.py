@@ -1,4 +1,4 @@
-"""Long random lives of a trajectory server: the rules of ``test_trajectories``, in runs that train many steps."""
+"""Long random runs of a trajectory server: the rules of ``test_trajectories``, in runs that train many steps."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SHAPES = (
 )
 
 
-def live(shape: dict[str, int], seed: int, operations: int = 400) -> ServerMachine:
+def run(shape: dict[str, int], seed: int, operations: int = 400) -> ServerMachine:
     random = Random(seed)
     machine = ServerMachine()
     machine.start(**shape)
@@ -67,15 +67,15 @@ def live(shape: dict[str, int], seed: int, operations: int = 400) -> ServerMachi
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_nothing_is_lost_or_trained_twice_in_a_long_life(shape: dict[str, int]) -> None:
+def test_nothing_is_lost_or_trained_twice_in_a_long_run(shape: dict[str, int]) -> None:
     seen: Counter[str] = Counter()
     for seed in range(4):
-        machine = live(shape, seed)
+        machine = run(shape, seed)
         assert machine.ledger.version >= 1, "the run got nowhere"
         seen.update(event[0] for event in machine.journal.events)
     assert not KINDS - set(seen) - ({"lower", "renew"} if shape["staleness"] == 0 else set())
 
 
 def test_the_same_calls_write_the_same_journal() -> None:
-    one, again, other = (live(SHAPES[1], seed, 120).journal.digest() for seed in (7, 7, 8))
+    one, again, other = (run(SHAPES[1], seed, 120).journal.digest() for seed in (7, 7, 8))
     assert one == again != other

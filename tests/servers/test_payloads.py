@@ -22,7 +22,7 @@ from staleflow.servers.payloads import (
     range_of,
 )
 from staleflow.servers.trajectories import TrajectoryServer
-from tests.servers.random_server import LIMITS, Life, content, image, new_server
+from tests.servers.random_server import LIMITS, RandomActs, content, image, new_server
 from tests.servers.small_server import Source
 
 repeatable = settings(derandomize=True, deadline=None)
@@ -100,16 +100,16 @@ def test_a_prompt_of_an_impossible_length_is_refused(length: int, ids: bytes) ->
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_memory_limit_is_never_passed_and_the_run_goes_on(seed: int) -> None:
+def test_the_memory_limit_is_never_passed_and_the_run_continues(seed: int) -> None:
     prompts = Source(first=3)
     least = 2 * Limits(40, 400, 50_000).group_bytes(3)
     limits = Limits(40, 400, 50_000, memory=least)
     server = TrajectoryServer(StalenessLedger(2, 2), 2, 1, MemoryJournal(keep=False), Payloads(limits))
     payloads, short = server.payloads, 0
     assert payloads is not None
-    life = Life(server, Random(seed))
+    acts = RandomActs(server, Random(seed))
     for _ in range(6_000):
-        life.act()
+        acts.act()
         server.admit(prompts)
         short += server.short_of_memory
         assert payloads.bytes <= payloads.claimed <= least
@@ -128,9 +128,9 @@ def test_a_limit_too_small_for_one_step_is_refused_at_the_start() -> None:
 
 def test_a_batch_is_packed_whole_with_the_version_of_each_token() -> None:
     server = new_server(MemoryJournal())
-    life = Life(server, Random(3))
+    acts = RandomActs(server, Random(3))
     while not server.ledger.taken:
-        life.act()
+        acts.act()
     groups = [server.groups[name] for name in server.leased]
     rows = server.rows(groups)
     assert [row.name for row in rows] == [m.name for g in groups for m in g.members if m.state == "complete"]
@@ -150,9 +150,9 @@ def test_a_batch_is_packed_whole_with_the_version_of_each_token() -> None:
 
 def test_rows_share_the_memory_of_the_server() -> None:
     server = new_server(MemoryJournal())
-    life = Life(server, Random(3))
+    acts = RandomActs(server, Random(3))
     while not server.ledger.taken:
-        life.act()
+        acts.act()
     assert server.payloads is not None
     (row, *_) = server.rows(server.groups[name] for name in server.leased)
     assert np.shares_memory(row.tokens, server.payloads.tokens(row.name))

@@ -21,7 +21,7 @@ def test_a_prompt_that_was_given_up_comes_again_before_new_ones_under_another_na
     assert [of_group(group_name(*each)) for each in ((7, 0), (7, 3))] == [(7, 0), (7, 3)]
 
 
-def test_the_surplus_of_a_complete_group_is_given_up_and_its_late_score_is_no_news() -> None:
+def test_the_surplus_of_a_complete_group_is_given_up_and_its_late_score_is_refused() -> None:
     server, journal = empty_server(size=2, extra=2)
     aborted: list[tuple[str, str]] = []
     server.on_aborted = lambda one, why: aborted.append((one.name, why))

@@ -123,7 +123,7 @@ class ServerMachine(RuleBasedStateMachine):
         assert self.unless_news(lambda: call(name, epoch, spans)) == news
         if current and news:
             assert current.spans == spans
-            assert not self.unless_news(lambda: call(name, epoch, spans)), "a repeated report is no news"
+            assert not self.unless_news(lambda: call(name, epoch, spans)), "a repeated report changes nothing"
 
     @rule(number=choice)
     def interrupt(self, number: int) -> None:

@@ -56,7 +56,7 @@ def test_whatever_happens_a_pull_gives_one_version_as_it_was_pushed(
 
 
 def overtake(registry: Path, pushes: int, max_slots: int) -> tuple[Server, Server]:
-    """A store at version 0 and a reader in whose first pull, after one of three tensors, so many pushes happen."""
+    """A store at version 0 and a reader in whose first pull, after one of three tensors, this many pushes happen."""
     writer = Server.create("w", registry=registry, max_slots=max_slots)
     writer.push(0, filled(0))
     calls = iter(range(10**6))

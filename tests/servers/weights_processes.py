@@ -57,7 +57,7 @@ class Child:
         theirs.close()
 
     def hear(self) -> Any:
-        """The next report; fails instead of waiting for ever."""
+        """The next report; fails instead of waiting forever."""
         assert self.pipe.poll(60), "the child says nothing"
         return self.pipe.recv()
 
@@ -109,7 +109,7 @@ def pull_for_ever(pipe: Connection, registry: Path) -> None:
 
 
 def fork_and_wait(pipe: Connection, registry: Path) -> None:
-    """Create, push, and fork a child that outlives this process until told to end."""
+    """Create, push, and fork a child that outlives this process until it gets the command to end."""
     server = LocalParameterServer.create(NAME, registry=registry)
     server.push(0, filled(0))
     child = os.fork()

@@ -4,20 +4,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.adder_accuracy import generate, greedy_accuracy, load
 from staleflow.rollout.model_folder import read_config, read_tensors
 from staleflow.tasks import base_model as module
 from staleflow.tasks.adder import END, VOCABULARY, Adder, make
-from staleflow.tasks.base_model import (
-    Recipe,
-    Shape,
-    base_model,
-    generate,
-    greedy_accuracy,
-    load,
-    new_model,
-    tokenizer,
-    warm_start,
-)
+from staleflow.tasks.base_model import Recipe, Shape, base_model, new_model, tokenizer, warm_start
 from staleflow.tasks.task import TaskError
 
 SMALL = Recipe(steps=3, batch=4, bucket=2, shape=Shape(hidden=16, intermediate=16, layers=1, heads=2))

@@ -116,7 +116,7 @@ def test_templates_and_chats_wrap_the_prompt(folder: Path, tmp_path: Path) -> No
 def test_a_tokenizer_that_brings_code_is_neither_run_nor_asked_about(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """transformers asks on the terminal whether to run it unless it is told not to."""
+    """transformers asks on the terminal whether to run it unless it is asked not to."""
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
     classes = [None, "evil.Evil"] if kind == "fast" else ["evil.Evil", None]
     settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": classes}}

@@ -21,7 +21,7 @@ def test_every_epoch_reads_every_item_once(size: int, seed: int, epoch: int) -> 
 
 
 @given(st.integers(1, 10**9), seeds, st.integers(0, 10**15))
-def test_a_resume_at_any_number_goes_on_as_if_nothing_happened(size: int, seed: int, number: int) -> None:
+def test_a_resume_at_any_number_continues_as_if_nothing_happened(size: int, seed: int, number: int) -> None:
     order = Order(size, seed)
     before = [order.place(number + step) for step in range(3)]
     assert before == [Order(size, seed).place(number + step) for step in range(3)]

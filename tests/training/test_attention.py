@@ -29,8 +29,8 @@ def test_packed_rows_have_the_outputs_and_gradients_of_masked_ones(family: int) 
     attend_by_rows(model)
     tokens = torch.randint(12, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(each) for each in LENGTHS])[None]
-    told = by_rows(LENGTHS, torch.tensor([0, *LENGTHS]).cumsum(0).int())
-    found = model(input_ids=tokens, position_ids=positions, use_cache=False, **told).logits
+    packed = by_rows(LENGTHS, torch.tensor([0, *LENGTHS]).cumsum(0).int())
+    found = model(input_ids=tokens, position_ids=positions, use_cache=False, **packed).logits
     expected = by_mask(input_ids=tokens, position_ids=positions, use_cache=False).logits
     assert torch.allclose(found, expected, atol=1e-10)
     found.sin().sum().backward()
@@ -39,7 +39,7 @@ def test_packed_rows_have_the_outputs_and_gradients_of_masked_ones(family: int) 
         assert torch.allclose(one.grad, other.grad, atol=1e-10)
 
 
-def test_a_model_that_is_told_of_no_rows_works_as_before() -> None:
+def test_a_model_without_rows_works_as_before() -> None:
     model = models()[0]
     plain = copy.deepcopy(model)
     attend_by_rows(model)

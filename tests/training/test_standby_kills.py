@@ -1,4 +1,4 @@
-"""The trainer's process is killed at any moment. The next one goes on, and the run's versions are those of a run in
+"""The trainer's process is killed at any moment. The next one continues, and the run's versions are those of a run in
 which nobody died, to the last bit of weights, moments and random numbers."""
 
 import random

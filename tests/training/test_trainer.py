@@ -247,7 +247,7 @@ def test_a_step_that_is_held_is_checked_when_it_is_fed(base: Any, term: Any) -> 
         assert other.grad is None
 
 
-# Lives
+# Resets and what is refused
 
 
 def test_a_step_that_is_fed_again_after_a_reset_makes_the_same_update(base: Any) -> None:
@@ -270,7 +270,7 @@ def test_steps_out_of_order_and_empty_steps_are_refused(base: Any) -> None:
         trainer.finish(0)
 
 
-def test_a_gradient_that_is_no_number_changes_nothing(base: Any) -> None:
+def test_a_gradient_that_is_not_a_number_changes_nothing(base: Any) -> None:
     trainer = Trainer(copy.deepcopy(base), TrainerOptions(0))
     with torch.no_grad():
         trainer.parameters[0][0, 0] = float("nan")

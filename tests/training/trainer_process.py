@@ -64,7 +64,7 @@ class TrainerProcess:
         self._socket.sendall(b"".join(map(pack, messages)))
 
     def hear(self) -> Any:
-        """The next message; fails instead of waiting for ever, or after its death."""
+        """The next message; fails instead of waiting forever, or after its death."""
         while not self._heard:
             try:
                 messages = list(self._link.receive(60))

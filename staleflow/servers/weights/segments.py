@@ -146,7 +146,7 @@ SegmentsOf = Callable[[bytes], list[str] | None]
 
 
 def _common_folder() -> Path:
-    """Where the segments are, if that is a folder: seen by exactly those who see them, and gone with them."""
+    """The folder of the segments, if there is one: visible to the same processes, and gone with them."""
     shared = os.access(SHM_FOLDER, os.W_OK | os.X_OK)
     return Path(SHM_FOLDER if shared else tempfile.gettempdir()) / f"staleflow-{os.getuid()}"
 
