@@ -26,11 +26,11 @@ class Policy:
     ledger: Callable[[int, int, int], Ledger] = StalenessLedger
     control: type[ControlPlane] = ControlPlane
     strategies: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What it fixes; the rest is the setting's."""
+    """Strategies that it fixes; the others are the setting's."""
     colocated: bool = False
     """All GPUs generate, then all train."""
     most_staleness: int | None = None
-    """It uses no more of the bound than this."""
+    """The largest bound that it uses."""
 
     def fit(self, setting: Setting) -> Setting:
         """The setting as this policy runs it."""

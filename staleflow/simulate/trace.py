@@ -1,8 +1,8 @@
 """Recorded lengths, replayed in file order: one group of rows for each prompt, from the start again at the end.
 
 A trace is a CSV file (``.csv`` or ``.csv.gz``) with the columns ``prompt_tokens`` and ``output_tokens`` and, where
-several rows are samples of one prompt, ``group``. Whatever is wrong with it is told in one line: file, line, column,
-the value seen and what to write instead.
+several rows are samples of one prompt, ``group``. Mistakes are reported in one line: file, line, column, the value
+seen and what to write instead.
 
     trace = read_trace("lengths.csv", group_size=16)
     trace.length(prompt=0, sample=3, attempt=0)
@@ -24,7 +24,7 @@ PROMPT_NAMES = ("prompt_tokens", "input_tokens", "ContextTokens")
 OUTPUT_NAMES = ("output_tokens", "GeneratedTokens")
 MOST_TOKENS = 1_000_000_000
 
-Row = tuple[tuple[str, ...], int, int, int]
+Record = tuple[tuple[str, ...], int, int, int]
 """Group, prompt tokens, output tokens, line number."""
 
 
@@ -89,7 +89,7 @@ def read_trace(
     return _by_name(file, rows) if rows[0][0] else _consecutive(rows, group_size)
 
 
-def _by_name(file: "_File", rows: list[Row]) -> Trace:
+def _by_name(file: "_File", rows: list[Record]) -> Trace:
     prompts: dict[tuple[str, ...], int] = {}
     outputs: dict[tuple[str, ...], list[int]] = {}
     for group, prompt, output, line in rows:
@@ -103,8 +103,8 @@ def _by_name(file: "_File", rows: list[Row]) -> Trace:
     return Trace(tuple(prompts.values()), tuple(tuple(lengths) for lengths in outputs.values()))
 
 
-def _consecutive(rows: list[Row], group_size: int) -> Trace:
-    """The first row of each group gives the prompt: such files record requests, which share none."""
+def _consecutive(rows: list[Record], group_size: int) -> Trace:
+    """The first row of each group gives the prompt: such files record requests that share no prompt."""
     groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
     return Trace(tuple(group[0][1] for group in groups), tuple(tuple(row[2] for row in group) for group in groups))
 
@@ -118,7 +118,7 @@ class _File:
 
     def rows(
         self, group_by: tuple[str, ...], output_names: tuple[str, ...], prompt_tokens: int | None
-    ) -> Iterator[Row]:
+    ) -> Iterator[Record]:
         reader = csv.DictReader(self._lines())
         header = [name.strip() for name in reader.fieldnames or ()]
         if not header:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.rollout.engine import Engine, Sampling
-from staleflow.simulate.rollout import requested
+from staleflow.simulate.rollout import modelled_request
 from staleflow.types import TOKEN, Abort, Command, Fence, Interrupt, Pull, Submit, Work
 from staleflow.workers.rollout import Requests, RolloutWorker
 from tests.conformance.engines import Kind, SameWeights, count, modelled
@@ -19,7 +19,7 @@ MOST = Sampling(max_tokens=40)
 
 
 def new(engine: Engine, payload: bool, incarnation: int = 4) -> RolloutWorker:
-    ask = Requests(MOST, seed=0) if payload else lambda each: replace(requested(each), sampling=MOST)
+    ask = Requests(MOST, seed=0) if payload else lambda each: replace(modelled_request(each), sampling=MOST)
     return RolloutWorker("i0", engine, SameWeights(), ask, incarnation)
 
 
