@@ -47,7 +47,7 @@ def speed(row: Row) -> str:
 
 
 def price(row: Row) -> list[str]:
-    """What stands beside every figure."""
+    """Columns that stand beside every speed."""
     return [
         f"{row['violations']}",
         f"{row['mean_staleness']:.2f}",
@@ -290,14 +290,14 @@ def loses(section: Any) -> list[str]:
         for row in section["rows"]
     ]
     text = (
-        "paper-32b on 4 GPUs, 16 groups a step, every reply 1,000 tokens long. There is no tail to hide, and an "
+        "paper-32b on 4 GPUs, 16 groups a step, every response 1,000 tokens long. There is no tail to hide, and an "
         "instance takes 2 GPUs: the other 2 train for twice as long as all 4 would, while it has little to do.\n"
     )
     return ["## Where asynchrony loses\n", text, table(names, rows)]
 
 
 def killed(section: Any) -> list[str]:
-    text = f"Tokens that were made again: {section['made_again']:,.0f} in the mean of the runs.\n"
+    text = f"Tokens that were made again: {section['made_again']:,.0f} in a run on average.\n"
     setting = "paper-14b, correlated lengths, bound 2.\n"
     return ["## One instance killed\n", setting, variations(section["rows"], "what happens"), text]
 

@@ -1,6 +1,6 @@
 """The command line: ``staleflow COMMAND``.
 
-What cannot be done is said in one line, with exit code 2; so is why a run got stuck, with exit code 1.
+What cannot be done is refused in one line, with exit code 2; why a run got stuck is one line with exit code 1.
 """
 
 import argparse
@@ -17,7 +17,7 @@ INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong without repeating the usage: ``--help`` is there for that."""
+    """Prints what is wrong without repeating the usage, which ``--help`` shows."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"staleflow: error: {message}\n")

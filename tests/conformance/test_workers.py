@@ -1,4 +1,4 @@
-"""What a rollout worker promises over every engine: the order of commands, and what is told when."""
+"""What a rollout worker promises over every engine: the order of commands, and what is reported when."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -78,9 +78,9 @@ def test_a_new_term_is_heard_while_a_pull_of_the_old_one_is_made(make: Make, kin
     assert (applied(one), one.applied) == (["new"], Fence(2, 4, 1))
 
 
-def test_with_a_pull_come_those_that_have_begun_and_were_never_told(make: Make, kind: Kind) -> None:
+def test_the_report_of_a_pull_has_those_that_have_begun_and_were_never_reported(make: Make, kind: Kind) -> None:
     one = new(make(), kind.payload)
-    resumed = Work("told", 1, "told", 6, ((0, 3),), TOKEN.type(5).tobytes() * 6, bytes(12), bytes(12))
+    resumed = Work("known", 1, "known", 6, ((0, 3),), TOKEN.type(5).tobytes() * 6, bytes(12), bytes(12))
     one.hear(Submit(Fence(1, 4, 1), [work("a"), work("b", prompt=90), resumed, work("c", prompt=90)]))
     while one.engine.peek("a", 0) is None and one.engine.busy:
         one.step()
@@ -90,14 +90,14 @@ def test_with_a_pull_come_those_that_have_begun_and_were_never_told(make: Make, 
     one.pull()
     report = one.report()
     assert report is not None
-    begun = {name for name, _ in one.held() if one.engine.peek(name, 0) is not None} - {"told"}
+    begun = {name for name, _ in one.held() if one.engine.peek(name, 0) is not None} - {"known"}
     assert {news.trajectory for news in report.progress} == begun
     assert all(news.spans[0][0] == 0 for news in report.progress)
 
 
 @settings(deadline=None, derandomize=True, max_examples=40)
 @given(st.data())
-def test_every_token_is_told_once_and_in_order_whatever_comes_between(data: st.DataObject) -> None:
+def test_every_token_is_reported_once_and_in_order_whatever_comes_between(data: st.DataObject) -> None:
     one, number, known = new(modelled(Path()), payload=False), 0, dict[str, int]()
 
     def tell(command: Callable[[Fence], Command]) -> None:

@@ -59,7 +59,7 @@ def test_a_command_to_an_earlier_incarnation_is_ignored_and_does_not_take_the_nu
     assert set(worker.finished()) == {"new"}
 
 
-def test_a_pull_of_a_version_that_is_there_is_answered_or_the_control_plane_would_wait_for_ever() -> None:
+def test_a_pull_of_a_version_that_is_there_is_answered_or_the_control_plane_would_wait_forever() -> None:
     worker = Worker()
 
     def script() -> None:
@@ -96,7 +96,7 @@ def test_a_trajectory_that_comes_again_before_the_first_has_left_is_kept_apart()
     assert [(each.trajectory, each.epoch) for report in worker.reports for each in report.finished] == [("a", 2)]
 
 
-def test_messages_wait_while_it_hangs_and_nothing_is_said() -> None:
+def test_messages_wait_while_it_hangs_and_nothing_is_reported() -> None:
     worker = Worker()
 
     def script() -> None:
@@ -137,10 +137,10 @@ def test_tokens_carry_the_version_that_made_them_over_a_pull() -> None:
 
 
 def test_when_a_version_is_published_the_server_knows_how_large_everything_is() -> None:
-    """Levelling asks for it right then; contexts of the last pull would be a whole step old."""
+    """Levelling needs it right then; contexts of the last pull would be a whole step old."""
     setting = replace(preset("paper-14b"), instances=4, training_gpus=4, groups=8, group_size=4, steps=4, staleness=2)
     cluster = Cluster(setting, seed=3)
-    told, behind = cluster.control.on_pushed, list[int]()
+    announce, behind = cluster.control.on_pushed, list[int]()
 
     def pushed(version: int) -> None:
         now = cluster.loop.now
@@ -148,7 +148,7 @@ def test_when_a_version_is_published_the_server_knows_how_large_everything_is() 
             for name, _ in rollout.held():
                 generated = rollout.engine.instance.generated(rollout.engine._held[name].name, now)
                 behind.append(generated - cluster.control.server.trajectories[name].generated)
-        told(version)
+        announce(version)
 
     cluster.control.on_pushed = pushed  # type: ignore[method-assign]
     cluster.run()

@@ -269,7 +269,7 @@ TWO = "prompt_tokens,output_tokens\n"
          "write the path of a .csv or .csv.gz trace"),
     ],
 )  # fmt: skip
-def test_a_bad_trace_is_told_in_one_line(tmp_path: Path, text: str, message: str):
+def test_a_bad_trace_is_refused_in_one_line(tmp_path: Path, text: str, message: str):
     path = write(tmp_path / "bad.csv", text)
     with pytest.raises(ConfigError) as raised:
         load_trace(path)
@@ -277,7 +277,7 @@ def test_a_bad_trace_is_told_in_one_line(tmp_path: Path, text: str, message: str
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path: Path):
+def test_a_file_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path):
     (tmp_path / "plain.csv.gz").write_text(GROUPED)
     (tmp_path / "cut.csv.gz").write_bytes(gzip.compress(GROUPED.encode())[:-9])
     (tmp_path / "latin.csv").write_bytes(b"group\xe9\n")
