@@ -10,9 +10,10 @@ from statistics import fmean
 from typing import NamedTuple
 
 from staleflow.simulate.setting import Setting, preset
-from staleflow.study.compare import Comparison, Row, first_counted, half_width, ratio, run_of, speed
+from staleflow.study.compare import Comparison, Row, first_counted, half_width, ratio, run_of
 from staleflow.study.parallel import Run, Runner, T, Unit
 from staleflow.study.peers import STALEFLOW, Policy, chosen
+from staleflow.study.result import speed
 
 
 class OutOfTimeError(Exception):
@@ -112,7 +113,8 @@ class Lab:
 
     def line(self, case: Case, runs: Sequence[Run]) -> Row:
         found = [self.runner.runs[run.name] for run in runs]
-        speeds = [speed(run, first_counted(case.setting.steps, case.setting.staleness)) for run in found]
+        first = first_counted(case.setting.steps, case.setting.staleness)
+        speeds = [speed(run["commits"], first) for run in found]
         return {
             "name": case.name,
             "speeds": speeds,

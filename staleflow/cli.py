@@ -12,9 +12,6 @@ from staleflow.commands import clean, compare, plan, profile, simulate, train
 from staleflow.commands.common import refuse
 from staleflow.errors import StaleFlowError
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells expect it."""
-
 
 class Parser(argparse.ArgumentParser):
     """Prints what is wrong without repeating the usage, which ``--help`` shows."""
@@ -46,4 +43,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StaleFlowError as error:
         return refuse(error, error.exit_code)
     except KeyboardInterrupt:
-        return refuse("interrupted", INTERRUPTED)
+        return refuse("interrupted", train.INTERRUPTED)

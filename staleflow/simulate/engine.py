@@ -55,7 +55,6 @@ class SimEngine:
         instance: Instance,
         length_of: Callable[[Request], int] = lambda request: request.sampling.max_tokens,
         version: int = 0,
-        pull_s: float = 0.0,
         left: Callable[[str, int], None] = lambda _name, _tokens: None,
     ) -> None:
         """``left`` is called for every request that leaves, dropped ones too: its name, and the tokens made here."""
@@ -65,7 +64,6 @@ class SimEngine:
         self.behind = 0
         """How many of the latest tokens ``peek`` leaves out."""
         self._length_of = length_of
-        self._pull_s = pull_s
         self._left = left
         self._held: dict[str, _HeldRequest] = {}
         self._serial = 0
@@ -154,7 +152,6 @@ class SimEngine:
             for held in self._held.values():
                 generated = self.instance.generated(held.name, self.now)
                 held.spans, held.marked = held.stamped(generated, self.version), generated
-            self.now += self._pull_s
             self.resume()
             self.version = found
         return found

@@ -211,33 +211,25 @@ class Instance:
 
     def load(self, now: float) -> InstanceLoad:
         """The state at the last boundary up to ``now``, in constant time; call ``advance(now)`` first."""
-        steps = self._steps_done(now)
-        if not steps:
-            return self.load_at_last_step()
-        pool, running = self._scheduler.pool, self._scheduler.running
-        grown_kv = pool.growth(self._scheduler.step, steps, running) * pool.block
-        return InstanceLoad(
-            running=running,
-            prefilling=self.prefilling,
-            waiting=self.waiting,
-            context_tokens=self.context_tokens + running * steps,
-            kv_used=self.kv_used + grown_kv,
-            kv_free=self.kv_free - grown_kv,
-            generated_tokens=self.generated_tokens + running * steps,
-            prefilled_tokens=self.prefilled_tokens + (self._chunk.tokens * steps if self._chunk else 0),
-        )
+        return self._load_after(self._steps_done(now))
 
     def load_at_last_step(self) -> InstanceLoad:
         """The state at the boundary where a request last joined or left: a little old, and very cheap."""
+        return self._load_after(0)
+
+    def _load_after(self, steps: int) -> InstanceLoad:
+        """The state after this many steps of the segment."""
+        pool, made = self._scheduler.pool, self.running * steps
+        grown_kv = pool.growth(self._scheduler.step, steps, self.running) * pool.block if steps else 0
         return InstanceLoad(
             running=self.running,
             prefilling=self.prefilling,
             waiting=self.waiting,
-            context_tokens=self.context_tokens,
-            kv_used=self.kv_used,
-            kv_free=self.kv_free,
-            generated_tokens=self.generated_tokens,
-            prefilled_tokens=self.prefilled_tokens,
+            context_tokens=self.context_tokens + made,
+            kv_used=self.kv_used + grown_kv,
+            kv_free=self.kv_free - grown_kv,
+            generated_tokens=self.generated_tokens + made,
+            prefilled_tokens=self.prefilled_tokens + (self._chunk.tokens * steps if self._chunk else 0),
         )
 
     def progress(self, now: float) -> Iterator[tuple[str, int]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from staleflow.protocol import Ledger, StalenessLedger
 from staleflow.runtime.control import ControlPlane
-from staleflow.simulate.setting import Setting
+from staleflow.simulate.setting import Setting, with_strategies
 
 RESHARD_S = 15.0
 """Assumed: what colocated GPUs need in each step to change from rollout to training and back."""
@@ -34,7 +34,7 @@ class Policy:
 
     def fit(self, setting: Setting) -> Setting:
         """The setting as this policy runs it."""
-        setting = replace(setting, strategies=replace(setting.strategies, **self.strategies))
+        setting = with_strategies(setting, **self.strategies)
         if not self.colocated:
             return setting
         gpus = setting.gpus

@@ -23,7 +23,7 @@ from staleflow.simulate.setting import Setting
 from staleflow.study.law import BatchWork, Law, balance, ceiling, even_ceiling, in_turn, limit, splits, work_of
 from staleflow.study.parallel import Row, Run, Runner, T, Unit
 from staleflow.study.peers import STALEFLOW, Policy
-from staleflow.study.result import row
+from staleflow.study.result import row, speed
 
 TUNING_SEED = 90_001
 """Splits are tuned on a workload that nothing is measured on."""
@@ -78,7 +78,7 @@ class Comparison:
 
     def _rows_of(self, bound: int, runs: Mapping[str, Sequence[Row]]) -> list[Row]:
         first = first_counted(self.setting.steps, bound)
-        speeds = {name: [speed(run, first) for run in found] for name, found in runs.items()}
+        speeds = {name: [speed(run["commits"], first) for run in found] for name, found in runs.items()}
         kept = {
             policy.name: fmean(speeds[policy.name])
             for policy in self.policies
@@ -183,7 +183,7 @@ class Comparison:
             return self._run(policy, bound, ways[instances], TUNING_SEED)
 
         def fast(instances: int) -> float:
-            return speed(self.runs[trial(instances).name], first_counted(self.setting.steps, bound))
+            return speed(self.runs[trial(instances).name]["commits"], first_counted(self.setting.steps, bound))
 
         tried = sorted({nearest(share * fair) for share in SHARES})
         yield [trial(each) for each in tried]
@@ -225,14 +225,6 @@ def first_counted(steps: int, bound: int) -> int:
     first = max(steps // 4, bound + 1)
     left = steps - 1 - first
     return first + left % (bound + 1) if left > bound else first
-
-
-def speed(run: Row, first: int) -> float:
-    """Trained output tokens per second from the commit of step ``first`` to the last; over all if none follows."""
-    commits = run["commits"]
-    if len(commits) > first + 1:
-        return sum(tokens for _, tokens in commits[first + 1 :]) / (commits[-1][0] - commits[first][0])
-    return sum(tokens for _, tokens in commits) / commits[-1][0]
 
 
 def key(policy: Policy, setting: Setting, seed: int, faults: int = 0) -> str:

@@ -22,10 +22,10 @@ from typing import Literal
 
 from staleflow.simulate.setting import Setting
 from staleflow.study.compare import TUNING_SEED, first_counted, run_of
-from staleflow.study.compare import speed as measured_speed
 from staleflow.study.law import Law, balance, ceiling, law, limit, splits, work_of
 from staleflow.study.parallel import Row, Run, Runner, Unit
 from staleflow.study.peers import STALEFLOW
+from staleflow.study.result import speed
 
 Knob = Literal["split", "bound", "batch", "cap"]
 
@@ -125,7 +125,7 @@ def _make_plan(setting: Setting, search: Search, runner: Runner) -> Plan:
         best = _turn(plan, "batch", trial.setting.groups, best, trial, search)
         if best is not trial:
             break
-    while (cap := min(longest(best.setting), best.setting.workload.max_tokens) // 2) >= search.least_tokens:
+    while (cap := max(tokens for _, tokens in best.setting.workload.spread()) // 2) >= search.least_tokens:
         shorter = replace(best.setting, workload=replace(best.setting.workload, max_tokens=cap))
         trial = attempt(shorter)
         best = _turn(plan, "cap", cap, best, trial, search)
@@ -133,10 +133,6 @@ def _make_plan(setting: Setting, search: Search, runner: Runner) -> Plan:
             break
     plan.best = best
     return plan
-
-
-def longest(setting: Setting) -> int:
-    return max(tokens for _, tokens in setting.workload.spread())
 
 
 def _turn(plan: Plan, knob: Knob, value: int, before: Trial, after: Trial, search: Search) -> Trial:
@@ -165,8 +161,8 @@ def _attempt(setting: Setting, whole: int, search: Search, runner: Runner, climb
         yield [run(each) for each in (instances, *(ahead if runner.jobs > 1 else ()))]
         found[instances] = runner.runs[run(instances).name]
 
-    def speed(instances: int) -> float:
-        return measured_speed(found[instances], first)
+    def fast(instances: int) -> float:
+        return speed(found[instances]["commits"], first)
 
     best = setting.instances
     factors = FACTORS if climb else ()
@@ -174,20 +170,20 @@ def _attempt(setting: Setting, whole: int, search: Search, runner: Runner, climb
     for factor in factors:
         while (other := near(best, factor)) != best:
             yield from look(other, [near(other, factor)])
-            if speed(other) <= speed(best):
+            if fast(other) <= fast(best):
                 break
             best = other
     work = work_of(setting)
     streamed = setting.strategies.consume == "stream"
     return Trial(
         setting=ways[best],
-        tokens_per_s=speed(best),
+        tokens_per_s=fast(best),
         mean_staleness=found[best]["mean_staleness"],
         law=law(ways[best], streamed, work),
         ceiling=ceiling(setting, streamed, work),
         limit=limit(setting, work),
         cut=_longer(setting, setting.workload.max_tokens) - _longer(setting, whole),
-        splits={run["training_gpus"]: measured_speed(run, first) for run in found.values()},
+        splits={run["training_gpus"]: speed(run["commits"], first) for run in found.values()},
     )
 
 

@@ -67,11 +67,15 @@ def throughput(cluster: Cluster, first: int | None = None) -> float:
     many steps as the bound, so ``first`` is ``staleness`` by default. A run with no step after that one is measured
     whole, with its start.
     """
-    steps = cluster.recorder.steps
-    first = cluster.setting.staleness if first is None else first
-    if len(steps) > first + 1:
-        return sum(step.tokens for step in steps[first + 1 :]) / (steps[-1].time - steps[first].time)
-    return cluster.recorder.trained_tokens / steps[-1].time
+    commits = [(step.time, step.tokens) for step in cluster.recorder.steps]
+    return speed(commits, cluster.setting.staleness if first is None else first)
+
+
+def speed(commits: Sequence[tuple[float, int]], first: int) -> float:
+    """Trained output tokens per second from the commit of step ``first`` to the last; over all if none follows."""
+    start = commits[first][0] if len(commits) > first + 1 else 0.0
+    counted = commits[first + 1 :] or commits
+    return sum(tokens for _, tokens in counted) / (commits[-1][0] - start)
 
 
 def trainer_idle(cluster: Cluster) -> dict[str, float]:

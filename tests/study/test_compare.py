@@ -11,8 +11,9 @@ import pytest
 from staleflow.cli import main
 from staleflow.simulate.setting import preset
 from staleflow.study import parallel
-from staleflow.study.compare import Comparison, Row, first_counted, half_width, simulate, speed
+from staleflow.study.compare import Comparison, Row, first_counted, half_width, simulate
 from staleflow.study.peers import POLICIES, STALEFLOW, chosen
+from staleflow.study.result import speed
 
 SMALL = ("--instances", "6", "--groups", "8", "--group-size", "4", "--steps", "6", "training_gpus=8")
 
@@ -151,9 +152,9 @@ def test_a_whole_number_of_cycles_is_measured_after_the_start() -> None:
             first = first_counted(steps, bound)
             assert first >= bound + 1
             assert (steps - 1 - first) % (bound + 1) == 0 or steps - 1 - first <= bound
-    circling = {"commits": [(10.0 * step + (30.0 if step % 2 else 0.0), 100) for step in range(20)]}
-    assert speed(circling, first_counted(20, 1)) == pytest.approx(10)
-    assert speed(circling, 30) == pytest.approx(2_000 / circling["commits"][-1][0]), "too short: all of it"
+    cycling = [(10.0 * step + (30.0 if step % 2 else 0.0), 100) for step in range(20)]
+    assert speed(cycling, first_counted(20, 1)) == pytest.approx(10)
+    assert speed(cycling, 30) == pytest.approx(2_000 / cycling[-1][0]), "too short: all of it"
 
 
 def test_half_a_confidence_interval_is_students() -> None:
