@@ -1,4 +1,4 @@
-"""Messages in a stream of bytes: the length, then MessagePack, which cannot run code.
+"""Messages in a stream of bytes: MessagePack behind its length, nothing that could run code.
 
 stream = framed(message, most=2**31)
 for message in Frames(Kind, most=2**31).feed(stream): ...
@@ -32,7 +32,7 @@ class Frames(Generic[Message]):
         self._held = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that are whole now. Other bytes raise ``ValueError`` (``msgspec``'s errors are such)."""
+        """What is whole now. ``ValueError`` if it cannot be such messages (``msgspec``'s errors are that, too)."""
         held = self._held
         held += data
         messages: list[Message] = []

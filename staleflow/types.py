@@ -186,19 +186,19 @@ class Submit(Command, frozen=True):
     work: list[Work]
 
 
-class Interrupt(Command, frozen=True):
-    """Return these trajectories (name, epoch) at the next step boundary. Unknown ones are ignored."""
+class Return(Command, frozen=True):
+    """Interrupt these trajectories (name, epoch) at the next step boundary and report them. Unknown ones are ignored."""
 
     names: list[tuple[str, int]]
 
 
-class Abort(Command, frozen=True):
-    """Drop these trajectories (name, epoch)."""
+class Drop(Command, frozen=True):
+    """Abort these trajectories (name, epoch); nothing more is reported of them."""
 
     names: list[tuple[str, int]]
 
 
-class Pull(Command, frozen=True):
+class PullWeights(Command, frozen=True):
     """Load ``version`` or a later one between two steps; every trajectory is kept."""
 
     version: int
@@ -391,5 +391,5 @@ class Evaluated(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Message of the last of these failures."""
 
 
-ToProcess = Setup | Submit | Interrupt | Abort | Pull | Feed | Finish | Reset | Save | Evaluate | Stop
+ToProcess = Setup | Submit | Return | Drop | PullWeights | Feed | Finish | Reset | Save | Evaluate | Stop
 FromProcess = Ready | Report | Pushed | Trained | Saved | Evaluated | Broken

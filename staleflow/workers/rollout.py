@@ -9,8 +9,8 @@
     report = worker.report()                  # None if there is nothing to report
 
 *Commands* to this incarnation are applied in order and without gaps: early ones wait, repeated and late ones are
-dropped, and so are those of an earlier term of the control plane once a later one is known. A ``Pull`` holds back the
-commands behind it until the host has called ``pull``.
+dropped, and so are those of an earlier term of the control plane once a later one is known. A ``PullWeights`` holds
+back the commands behind it until the host has called ``pull``.
 
 *The engine* keeps tokens and versions; the worker only keeps how much of each trajectory has been reported. Finished
 trajectories are reported a moment later, together with the next ones; tokens of the others every two seconds. The
@@ -31,15 +31,15 @@ from staleflow.tasks.task import digest
 from staleflow.types import (
     LOGPROB,
     TOKEN,
-    Abort,
     Chunk,
     Command,
     Costs,
+    Drop,
     Failed,
     Fence,
-    Interrupt,
-    Pull,
+    PullWeights,
     Report,
+    Return,
     Spans,
     Stop,
     Submit,
@@ -129,11 +129,11 @@ class RolloutWorker:
             match command:
                 case Submit(work=work):
                     self._submit(work)
-                case Interrupt(names=names):
+                case Return(names=names):
                     self.engine.interrupt([name for name, epoch in names if self._holds(name, epoch)])
-                case Abort(names=names):
+                case Drop(names=names):
                     self._abort([name for name, epoch in names if self._holds(name, epoch)])
-                case Pull(version=version):
+                case PullWeights(version=version):
                     self.pulling = version
 
     def _submit(self, work: list[Work]) -> None:

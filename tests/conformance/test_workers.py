@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from staleflow.rollout.engine import Engine, Sampling
 from staleflow.simulate.rollout import modelled_request
-from staleflow.types import TOKEN, Abort, Command, Fence, Interrupt, Pull, Submit, Work
+from staleflow.types import TOKEN, Command, Drop, Fence, PullWeights, Return, Submit, Work
 from staleflow.workers.rollout import Requests, RolloutWorker
 from tests.conformance.engines import Kind, SameWeights, count, modelled
 
@@ -55,9 +55,9 @@ def test_commands_are_applied_in_order_without_gaps_once_and_none_of_an_earlier_
 
 def test_nothing_behind_a_pull_is_applied_before_it_was_made(make: Make, kind: Kind) -> None:
     one = new(make(), kind.payload)
-    one.hear(Pull(Fence(1, 4, 1), 2))
+    one.hear(PullWeights(Fence(1, 4, 1), 2))
     one.hear(Submit(Fence(1, 4, 2), [work("a")]))
-    one.hear(Pull(Fence(1, 4, 3), 3))
+    one.hear(PullWeights(Fence(1, 4, 3), 3))
     one.hear(Submit(Fence(1, 4, 4), [work("b")]))
     assert (one.pulling, applied(one), one.applied.number) == (2, [], 1)
     one.pull()
@@ -71,7 +71,7 @@ def test_nothing_behind_a_pull_is_applied_before_it_was_made(make: Make, kind: K
 
 def test_a_new_term_is_heard_while_a_pull_of_the_old_one_is_made(make: Make, kind: Kind) -> None:
     one = new(make(), kind.payload)
-    one.hear(Pull(Fence(1, 4, 1), 2))
+    one.hear(PullWeights(Fence(1, 4, 1), 2))
     one.hear(Submit(Fence(1, 4, 2), [work("old")]))
     one.hear(Submit(Fence(2, 4, 1), [work("new")]))
     one.pull()
@@ -86,7 +86,7 @@ def test_the_report_of_a_pull_has_those_that_have_begun_and_were_never_reported(
         one.step()
     if one.report() is None and one.engine.peek("a", 0) is None:
         return  # one that only counts may have jumped over it
-    one.hear(Pull(Fence(1, 4, 2), 1))
+    one.hear(PullWeights(Fence(1, 4, 2), 1))
     one.pull()
     report = one.report()
     assert report is not None
@@ -100,7 +100,7 @@ def test_the_report_of_a_pull_has_those_that_have_begun_and_were_never_reported(
 def test_every_token_is_reported_once_and_in_order_whatever_comes_between(data: st.DataObject) -> None:
     one, number, known = new(modelled(Path()), payload=False), 0, dict[str, int]()
 
-    def tell(command: Callable[[Fence], Command]) -> None:
+    def send(command: Callable[[Fence], Command]) -> None:
         nonlocal number
         number += 1
         one.hear(command(Fence(1, 4, number)))
@@ -113,15 +113,15 @@ def test_every_token_is_reported_once_and_in_order_whatever_comes_between(data: 
             case "submit":
                 name = f"t{at}"
                 known[name] = 0
-                tell(lambda fence, name=name: Submit(fence, [work(name)]))
+                send(lambda fence, name=name: Submit(fence, [work(name)]))
             case "step" if one.engine.busy:
                 one.step()
             case "interrupt":
-                tell(lambda fence, names=names: Interrupt(fence, names[:1]))
+                send(lambda fence, names=names: Return(fence, names[:1]))
             case "abort":
-                tell(lambda fence, names=names: Abort(fence, names[:1]))
+                send(lambda fence, names=names: Drop(fence, names[:1]))
             case "pull":
-                tell(lambda fence, at=at: Pull(fence, at))
+                send(lambda fence, at=at: PullWeights(fence, at))
             case kind if (report := one.report(everything=kind == "stream")) is not None:
                 news = (*report.progress, *report.finished, *report.returned)
                 assert len({each.trajectory for each in news}) == len(news), "one thing of each"

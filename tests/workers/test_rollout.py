@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from staleflow.rollout.builtin import EngineOptions, TorchEngine
 from staleflow.rollout.engine import Sampling
-from staleflow.types import TOKEN, Abort, Command, Fence, Interrupt, Pull, Submit, TrajectoryNews, Work
+from staleflow.types import TOKEN, Command, Drop, Fence, PullWeights, Return, Submit, TrajectoryNews, Work
 from staleflow.workers.meter import Meter
 from staleflow.workers.rollout import Requests, RolloutWorker
 from tests.tiny_models import save_tiny
@@ -123,17 +123,17 @@ def test_moved_trajectories_draw_what_they_would_have_drawn_undisturbed(folder: 
                     obey(workers[at], Submit(fence(at), [desk.work(waiting[0])]))
                     desk.where[waiting[0]] = at
             case "interrupt":
-                obey(workers[at], Interrupt(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
+                obey(workers[at], Return(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
             case "abort":  # what was not reported is lost, as when an instance dies
                 desk.news(at, workers[at], everything=data.draw(st.booleans()))
                 here = [name for name in here if desk.where[name] == at]
-                obey(workers[at], Abort(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
+                obey(workers[at], Drop(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
                 for name in here[:1]:
                     desk.where[name] = None
             case "pull":
                 newest = max(each.engine.snapshot().version for each in workers)
                 if not here or workers[at].engine.snapshot().version < newest:
-                    obey(workers[at], Pull(fence(at), newest + 1))
+                    obey(workers[at], PullWeights(fence(at), newest + 1))
             case "news":
                 desk.news(at, workers[at], everything=data.draw(st.booleans()))
     expected = undisturbed(folder, count)
@@ -145,7 +145,7 @@ def test_moved_trajectories_draw_what_they_would_have_drawn_undisturbed(folder: 
 
 def test_commands_of_an_earlier_control_plane_are_ignored(folder: Path) -> None:
     desk, alone = Desk(1), worker(folder)
-    obey(alone, Pull(Fence(2, 1, 1), 3))
+    obey(alone, PullWeights(Fence(2, 1, 1), 3))
     obey(alone, Submit(Fence(1, 1, 7), [desk.work("t0")]))
     assert not alone.engine.busy
 
@@ -155,7 +155,7 @@ def test_tokens_of_the_old_version_are_reported_with_the_pull(folder: Path) -> N
     obey(alone, Submit(Fence(1, 1, 1), [desk.work("t0")]))
     alone.step()
     alone.step()
-    obey(alone, Pull(Fence(1, 1, 2), 1))
+    obey(alone, PullWeights(Fence(1, 1, 2), 1))
     news = alone.report()
     assert news is not None
     assert news.pulled == 1
@@ -191,8 +191,8 @@ def test_what_was_interrupted_and_then_dropped_is_not_reported(folder: Path) -> 
     desk, alone = Desk(1), worker(folder)
     obey(alone, Submit(Fence(1, 1, 1), [desk.work("t0")]))
     alone.step()
-    obey(alone, Interrupt(Fence(1, 1, 2), [("t0", 1)]))
-    obey(alone, Abort(Fence(1, 1, 3), [("t0", 1)]))
+    obey(alone, Return(Fence(1, 1, 2), [("t0", 1)]))
+    obey(alone, Drop(Fence(1, 1, 3), [("t0", 1)]))
     obey(alone, Submit(Fence(1, 1, 4), [desk.work("t0")]))
     alone.step()
     news = alone.report()
@@ -200,12 +200,12 @@ def test_what_was_interrupted_and_then_dropped_is_not_reported(folder: Path) -> 
 
 
 def test_a_trajectory_that_ends_right_after_a_pull_is_reported_once(folder: Path) -> None:
-    """Its tokens before the pull were reported in the same message as its end, and one of the two was taken for a lie."""
+    """Its tokens before the pull came in the same message as its end, and one of the two was taken for a lie."""
     desk, alone = Desk(1), worker(folder)
     obey(alone, Submit(Fence(1, 1, 1), [desk.work("t0")]))
     desk.where["t0"] = 0
     alone.step()
-    obey(alone, Pull(Fence(1, 1, 2), 1))
+    obey(alone, PullWeights(Fence(1, 1, 2), 1))
     while alone.engine.busy:
         alone.step()
     desk.news(0, alone, everything=True)
@@ -221,7 +221,7 @@ def test_every_step_is_measured_once_and_so_is_what_was_prefilled(folder: Path) 
     for _ in range(4):
         meter.step()
         steps += 1
-    each.hear(Pull(Fence(1, 1, 2), 1))
+    each.hear(PullWeights(Fence(1, 1, 2), 1))
     meter.pull()
     cells, pulls, reported, tokens = [], 0, 0, 0
     while each.engine.busy:
