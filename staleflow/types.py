@@ -86,7 +86,7 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
         return cls(start, np.asarray(tokens, TOKEN).tobytes(), np.asarray(logprobs, LOGPROB).tobytes())
 
     def after(self, known: int) -> Chunk:
-        """Without the tokens before ``known``."""
+        """The chunk without the tokens before ``known``."""
         skip = known - self.start
         if skip <= 0:
             return self
@@ -187,7 +187,7 @@ class Submit(Command, frozen=True):
 
 
 class Return(Command, frozen=True):
-    """Interrupt these trajectories (name, epoch) at the next step boundary and report them. Unknown ones are ignored."""
+    """Interrupt these trajectories (name, epoch) at the next step boundary. Unknown ones are ignored."""
 
     names: list[tuple[str, int]]
 
@@ -236,7 +236,7 @@ class Cell(msgspec.Struct, array_like=True, frozen=True):
     """Sums over similar steps of an engine."""
 
     mixed: bool
-    """Whether they prefilled as well."""
+    """Whether the steps prefilled as well."""
     count: int
     running: int
     context: int
@@ -383,7 +383,7 @@ class Evaluate(msgspec.Struct, tag=True, array_like=True, frozen=True):
 class Evaluated(msgspec.Struct, tag=True, array_like=True, frozen=True):
     version: int
     accuracy: float | None
-    """Over the responses that could be scored; None if none could."""
+    """Mean reward of the responses that could be scored; None if none could."""
     seconds: float
     failed: int
     """Responses that could not be scored."""

@@ -248,7 +248,7 @@ class Instance:
         return request.target - (seat.end - self._scheduler.step - self._steps_done(now))
 
     def requests(self) -> list[SimRequest]:
-        """In the order of submission; what they have generated may be out of date."""
+        """All requests, in the order of submission; ``generated`` may be out of date."""
         return [seat.request for seat in self._scheduler.seats.values()]
 
     # Segments.

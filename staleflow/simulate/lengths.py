@@ -168,6 +168,6 @@ def servegen_r1_output() -> QuantileTable:
 
 
 def read_table(lines: Iterable[str]) -> QuantileTable:
-    """From CSV with the columns ``probability`` and ``tokens``."""
+    """Read a table from CSV with the columns ``probability`` and ``tokens``."""
     rows = [(float(row["probability"]), float(row["tokens"])) for row in csv.DictReader(lines)]
     return QuantileTable(tuple(p for p, _ in rows), tuple(tokens for _, tokens in rows))

@@ -11,9 +11,9 @@ from staleflow.simulate.weights import SimWeights
 @dataclass(frozen=True, slots=True)
 class TrainerCost:
     per_token_s: float
-    """For each prompt and output token, on all training GPUs together."""
+    """Seconds for each prompt and output token, on all training GPUs together."""
     fixed_s: float = 0.0
-    """For each step: the optimiser's update."""
+    """Seconds for each step: the optimiser's update."""
     push_s: float = 0.0
 
     def train_s(self, tokens: float) -> float:

@@ -53,7 +53,7 @@ class Comparison:
     on_run: Callable[[str], None] = lambda _: None
     """Called with a description of each run before it starts."""
     runs: MutableMapping[str, Row] = field(default_factory=dict[str, Row])
-    """What has been simulated already, by ``key``: nothing in it is simulated again."""
+    """Finished runs by ``key``: they are not simulated again."""
     jobs: int = 1
     """Processes to simulate in."""
     _work: BatchWork | None = None

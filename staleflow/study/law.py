@@ -49,7 +49,7 @@ class BatchWork:
     """Output tokens that a running trajectory has, on average over time: long ones run for longer."""
     prompt: float
     longest_s: float
-    """From publishing a version to the reward of the longest trajectory of a batch, on an instance of its own."""
+    """Seconds from publishing a version to the reward of a batch's longest trajectory, alone on an instance."""
     longest_tokens: float
     waits_s: float
     """The part of ``longest_s`` in which nothing is decoded."""

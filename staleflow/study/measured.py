@@ -48,11 +48,11 @@ class TrainingCosts:
     """Seconds of training, on all training GPUs together."""
 
     per_token_s: float
-    """For each prompt or output token, whether it teaches or not."""
+    """Seconds for each prompt or output token, whether it teaches or not."""
     fixed_s: float = 0.0
-    """For each step."""
+    """Seconds for each step."""
     per_taught_token_s: float = 0.0
-    """For each token of the groups that teach, if only those cost anything."""
+    """Seconds for each token of the groups that teach, if only those cost anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class MeasuredRun:
     training: TrainingCosts
     summary: Mapping[str, Any]
     cost: CostModel | None
-    """What engine steps cost; None if the run has no profile."""
+    """Cost of engine steps; None if the run has no profile."""
     times: Mapping[str, float] = field(default_factory=dict[str, float])
     prompts: tuple[int, ...] = ()
     """Which prompt each group was made from, if that is known."""
