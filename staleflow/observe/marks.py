@@ -35,7 +35,7 @@ def number(value: float) -> str:
 
 
 def percent(share: float | None, digits: int | None = None) -> str:
-    """A percentage, with one digit behind the point below 10 % unless ``digits`` is given; a dash for what is not finite."""
+    """A percentage, with one decimal below 10 % unless ``digits`` is given; a dash for None, NaN and infinity."""
     if share is None or not math.isfinite(share):
         return "-"
     value = 100 * share
