@@ -26,7 +26,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from staleflow.servers.payloads import Row
-from staleflow.training.trainer import Group, Trainer, TrainerOptions
+from staleflow.training.trainer import GroupRows, Trainer, TrainerOptions
 
 PEAK = 989e12
 SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
@@ -67,7 +67,7 @@ def model_of(shape: str, device: str) -> Any:
         return (LlamaForCausalLM if small else Qwen2ForCausalLM)(config)
 
 
-def step_of(lengths: list[int], members: int, prompt: int, vocabulary: int, version: int) -> list[Group]:
+def step_of(lengths: list[int], members: int, prompt: int, vocabulary: int, version: int) -> list[GroupRows]:
     random = np.random.default_rng(version)
 
     def row(at: int, size: int) -> Row:
@@ -93,7 +93,7 @@ def wait(device: str) -> float:
     return time.perf_counter()
 
 
-def one_step(trainer: Trainer, groups: list[Group], device: str) -> float:
+def one_step(trainer: Trainer, groups: list[GroupRows], device: str) -> float:
     began = wait(device)
     for at in range(0, len(groups), max(1, len(groups) // 4)):
         trainer.feed(trainer.version, groups[at : at + max(1, len(groups) // 4)])
@@ -108,7 +108,7 @@ def whole_steps(shape: str, kind: str, micro: int, device: str, rows: int, mean:
     lengths = lengths_of(kind, rows, mean, 32 * mean // 3)
     tokens = sum(lengths) + rows * (mean // 3)
 
-    def groups() -> list[Group]:
+    def groups() -> list[GroupRows]:
         return step_of(lengths, 8, mean // 3, SHAPES[shape][-1], trainer.version)
 
     if device == "cuda":
@@ -130,7 +130,7 @@ def whole_steps(shape: str, kind: str, micro: int, device: str, rows: int, mean:
     return found | ({"breakdown": breakdown(trainer, groups(), device)} if device == "cuda" else {})
 
 
-def breakdown(trainer: Trainer, groups: list[Group], device: str) -> dict[str, Any]:
+def breakdown(trainer: Trainer, groups: list[GroupRows], device: str) -> dict[str, Any]:
     """GPU time of one step by kind of kernel, as shares of the step."""
     from torch.profiler import ProfilerActivity, profile
 

@@ -1,12 +1,12 @@
 """What can go wrong and is not a bug: every error that a user can cause is a ``StaleFlowError``.
 
 Its message is one line that says what was wrong, the value seen, and what to write instead. Commands print that line
-and end with exit code 2, or 1 where a run got stuck. Anything else is a mistake of ours and keeps its traceback.
+and end with exit code 2, or 1 if a run got stuck. Anything else is a bug and keeps its traceback.
 """
 
 
 class StaleFlowError(Exception):
-    """The base of all errors that a user can put right."""
+    """Base class of all errors that a user can put right."""
 
     exit_code = 2
 
@@ -20,5 +20,5 @@ class RunError(StaleFlowError, RuntimeError):
 
 
 def line_of(error: BaseException) -> str:
-    """An error of another library as part of a message: its kind and what it says, in one line."""
+    """An error of another library as part of a message: its type and text, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

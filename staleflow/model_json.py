@@ -7,20 +7,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from staleflow.errors import ConfigError
+from staleflow.errors import ConfigError, line_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""What the built-in engine runs. One skeleton: RMSNorm, rotary positions, grouped and plainly causal attention, SwiGLU.
-SmolLM and SmolLM2 are ``llama``."""
+"""Families that the built-in engine runs, all of one architecture: RMSNorm, rotary positions, grouped causal attention,
+SwiGLU. SmolLM and SmolLM2 are ``llama``."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}): write the model again") from None
+        raise ConfigError(f"{path} cannot be read ({line_of(error)}): write the model again") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no settings of a model: write the model again")
+        raise ConfigError(f"{path} does not hold the settings of a model: write the model again")
     return found
 
 

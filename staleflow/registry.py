@@ -1,16 +1,16 @@
 """Parts that a setting names: the built-in ones by name, the user's own as ``module:function``.
 
 A new built-in is one function and one line in its registry. Targets are texts, so that names can be listed and checked
-without importing what is behind them::
+without importing anything::
 
     LOSSES = Registry("training.loss", {"dapo": Entry("staleflow.training.losses:dapo")}, takes=("logprobs_T", ...))
     LOSSES.problem("dapoo")             # ": write dapo"
     LOSSES.load("dapo")                 # the function
-    LOSSES.load("my_module:loss")       # the user's own; the current folder is looked in too
+    LOSSES.load("my_module:loss")       # the user's own; the current folder is searched too
 
 A name that ends in ``:`` or ``/`` stands for everything that begins with it, one that begins with a dot for files of
-that ending. What else a registry knows of its entries are fields of its own kind of entry; a user's function may have
-attributes of these names.
+that ending. A registry may have its own kind of entry with further fields; a user's function may set them as
+attributes.
 """
 
 import ast
@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from staleflow.errors import ConfigError
+from staleflow.errors import ConfigError, line_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Entry:
     target: str
     """``module:function``."""
     needs: str | None = None
-    """A module of another package that it cannot do without."""
+    """A module of an optional package that it needs."""
     arguments: bool = False
-    """Whether a built-in takes the mapping of arguments too, as the user's own do."""
+    """Whether a built-in takes the mapping of arguments too, as the user's own functions do."""
 
 
 AnEntry = TypeVar("AnEntry", bound=Entry)
@@ -46,8 +46,8 @@ class Registry(Generic[AnEntry]):
     def __init__(
         self, setting: str, entries: Mapping[str, AnEntry], takes: Sequence[str], arguments: str | None = None
     ) -> None:
-        """``takes``: the positional arguments of every function. ``arguments``: the field beside the setting with what
-        the user's own is told by name; None: that of the setting's name."""
+        """``takes``: the positional arguments of every function. ``arguments``: the setting with further arguments for
+        the user's own; None: ``..._arguments``."""
         self.setting = setting
         self.arguments = arguments or f"{setting.rpartition('.')[2]}_arguments"
         self.entries = dict(entries)
@@ -56,14 +56,14 @@ class Registry(Generic[AnEntry]):
         self._loaded: dict[str, Callable[..., Any]] = {}
 
     def key(self, name: str) -> str | None:
-        """The built-in that a value means; None: it is the user's own, or unknown."""
+        """The built-in that a value names; None: it is the user's own, or unknown."""
         if name in self.entries:
             return name
         prefix = (key for key in self.entries if key.endswith((":", "/")) and name.startswith(key))
         return next(prefix, None) or next((key for key in self.entries if key == Path(name).suffix.lower()), None)
 
     def problem(self, name: str) -> str | None:
-        """How a line goes on after ``setting=name`` if there is no such thing. Imports nothing."""
+        """The rest of the error after ``setting=name`` if there is no such entry. Imports nothing."""
         module, _, function = name.partition(":")
         if not name or (module and function) or self.key(name) is not None:  # one not given yet is refused by ``check``
             return None
@@ -73,18 +73,18 @@ class Registry(Generic[AnEntry]):
 
     @property
     def choices(self) -> str:
-        """What may be written, for people."""
+        """The values that may be written, for people."""
         shown = [f"{key}..." if key.endswith((":", "/")) else key for key in self.entries]
         shown = [f"a {key} file" if key.startswith(".") else key for key in shown]
         return f"{', '.join(shown)}, or module:function"
 
     def takes_arguments(self, name: str) -> bool:
-        """Whether the field of arguments is for it."""
+        """Whether this function takes the setting of arguments."""
         key = self.key(name)
         return key is None or self.entries[key].arguments
 
     def entry(self, name: str) -> AnEntry:
-        """What is known of it. The user's own is imported, and may say more in attributes."""
+        """The entry of this name. The user's own function is imported for that, and its attributes are read."""
         key = self.key(name)
         if key is not None:
             return self.entries[key]
@@ -108,7 +108,7 @@ class Registry(Generic[AnEntry]):
         return partial(self.load(name), **{**given, **arguments})
 
     def knobs(self, name: str) -> tuple[str, ...]:
-        """What it can be told beyond what all take. A built-in's are read from its source, so nothing is imported."""
+        """The parameters beyond ``takes``. Those of a built-in are read from its source, so nothing is imported."""
         key = self.key(name)
         if key is not None:
             return _parameters_in_source(self.entries[key].target)[len(self.takes) :]
@@ -139,19 +139,18 @@ class Registry(Generic[AnEntry]):
 
     def _import(self, target: str, name: str) -> Callable[..., Any]:
         module, _, path = target.partition(":")
-        if not {"", os.getcwd()} & set(sys.path):  # an installed command does not look where it is called
+        if not {"", os.getcwd()} & set(sys.path):  # an installed command does not search the current folder
             sys.path.append(os.getcwd())
         try:
             found: Any = importlib.import_module(module)
         except Exception as error:  # whatever the user's module raises
-            why = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(
-                f"{self.setting}={name}: importing {module} failed ({why}): correct the name, or add its folder to "
-                "PYTHONPATH"
+                f"{self.setting}={name}: importing {module} failed ({line_of(error)}): correct the name, or add its "
+                "folder to PYTHONPATH"
             ) from None
         for part in path.split("."):
             if not hasattr(found, part):
-                raise ConfigError(f"{self.setting}={name}: {module} has no {path}: correct the part behind the colon")
+                raise ConfigError(f"{self.setting}={name}: {module} has no {path}: correct the part after the colon")
             found = getattr(found, part)
         if not callable(found):
             raise ConfigError(f"{self.setting}={name}: {path} is a {type(found).__name__}: name a function")

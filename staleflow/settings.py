@@ -1,6 +1,6 @@
-"""What sections of the configuration are made of: frozen dataclasses that refuse bad values when they are made.
+"""The base of the configuration's sections: frozen dataclasses that refuse bad values when they are made.
 
-A limit stands with its field, in the type; what several fields must be together is said by its ``contradictions``::
+The limits of a field are in its type; rules over several fields are in ``contradictions``::
 
     @dataclass(frozen=True)
     class Reward(Section):
@@ -10,7 +10,7 @@ A limit stands with its field, in the type; what several fields must be together
 
     Reward(workers=0)               # ConfigError: workers=0 is too low: give 1 or more
 
-Whatever is wrong is one line that begins with the field's name. Nothing here imports anything heavy.
+Every error is one line that begins with the field's name. Nothing heavy is imported here.
 """
 
 import math
@@ -37,17 +37,17 @@ from staleflow.errors import ConfigError
 from staleflow.registry import Registry
 
 LARGEST = 2**53
-"""Whole numbers above it do not survive every format they pass through."""
+"""Larger whole numbers do not survive every format they pass through."""
 
 Other = TypeVar("Other")
 
 
 @runtime_checkable
 class Rule(Protocol):
-    """What the type of a field says about its value."""
+    """A rule for the value of a field, in its type."""
 
     def problem(self, value: Any) -> str | None:
-        """How the line goes on after ``name=value`` if the value is wrong."""
+        """The rest of the error after ``name=value`` if the value is wrong."""
         ...
 
 
@@ -74,7 +74,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OneOf:
     values: tuple[Any, ...]
 
     def problem(self, value: Any) -> str | None:
@@ -109,18 +109,18 @@ class Section:
             raise ConfigError(problem)
 
     def contradictions(self) -> Iterator[str]:
-        """What is wrong with several fields together, each in one line with the fix."""
+        """Rules over several fields that are broken, each in one line with the fix."""
         yield from ()
 
     def to(self, kind: type[Other], **more: Any) -> Other:
-        """The fields that both have, as the other kind, with what follows from elsewhere."""
+        """The fields that both kinds have, as the other kind, with more of its fields."""
         ours: Any = {each.name for each in fields(self)}  # pyright: ignore[reportArgumentType]
         theirs: Any = fields(kind)  # pyright: ignore[reportArgumentType]
         return kind(**({each.name: getattr(self, each.name) for each in theirs if each.name in ours} | more))
 
 
 def out_of_range(section: Any) -> Iterator[str]:
-    """What is wrong with single fields."""
+    """Rules of single fields that are broken, each in one line with the fix."""
     for name, rules in _rules(type(section)):
         value: Any = getattr(section, name)
         for each in value if isinstance(value, tuple) else (value,):
@@ -148,7 +148,7 @@ def _arguments_of_nobody(section: Any) -> Iterator[str]:
 
 @cache
 def _rules(kind: type) -> tuple[tuple[str, tuple[Rule, ...]], ...]:
-    """Of the fields that have any. All numbers must be finite unless their type says otherwise."""
+    """The rules of each field that has any. All numbers must be finite unless their type says otherwise."""
     hints = get_type_hints(kind, include_extras=True)
     rules = {each.name: tuple(_in(hints[each.name])) for each in fields(kind)}
     return tuple((name, found) for name, found in rules.items() if found)
@@ -160,11 +160,11 @@ def _registries(kind: type) -> tuple[tuple[str, Registry[Any]], ...]:
 
 
 def _in(hint: Any) -> Iterator[Rule]:
-    """The rules that a type holds, also in its parts."""
+    """The rules in a type and its parts."""
     if get_origin(hint) is Annotated:
         yield from (each for each in hint.__metadata__ if isinstance(each, Rule))
     elif get_origin(hint) is Literal:
-        yield Choice(get_args(hint))
+        yield OneOf(get_args(hint))
     elif hint in (int, float):
         yield FINITE
     elif get_origin(hint) in (tuple, Union, UnionType):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from staleflow.config import Config, ConfigError, Machine, check, load
-from staleflow.config.costs import guessed
+from staleflow.config.costs import costs_from_geometry
 from staleflow.coordinator.decide import decide
 from staleflow.coordinator.situation import Pull
 from staleflow.coordinator.strategies import SYNCHRONISATION
@@ -221,7 +221,7 @@ def test_a_run_with_everything_of_the_users_own(model: Path, folder: Path) -> No
     anything = ["filter_arguments.hard=-1", "filter_arguments.easy=100", "reward.function=even:even"]
     config = configured(model, *sizes, *chosen, *anything)
     task = open_task(config.data, model, config.seed, config.evaluation.problems)
-    run = LocalRun(config, RunDirectory.create(config, "own"), model, task, guessed(config), None)
+    run = LocalRun(config, RunDirectory.create(config, "own"), model, task, costs_from_geometry(config), None)
 
     async def main() -> dict[str, Any]:
         async with asyncio.timeout(300):

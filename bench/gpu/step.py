@@ -87,7 +87,7 @@ class Bench:
         options = TrainerOptions(2, learning_rate=1e-6, micro_tokens=micro_tokens, correction="truncated")
         self.trainer = Trainer(model, options)
         self.weights = LocalParameterServer.create("step", registry=folder, dtype=torch.bfloat16)
-        self.standby = Standby(LocalParameterServer.create("step-standby", registry=folder), folder)
+        self.standby = Standby(LocalParameterServer.create("step-standby", registry=folder), folder, share=1.0)
         self.worker = TrainerWorker(self.trainer, self.weights, lambda _: None, standby=self.standby)
         self.worker.publish()
         engine = EngineOptions(
@@ -120,7 +120,7 @@ class Bench:
         line.around(self.standby, "_copy", "standby")
         with line.span("gradients"):
             self.worker.handle([Feed(number, [came[-1]])])
-            self.trainer._flush()
+            self.trainer.flush()
         self.worker.handle([Finish(number)])
         for thing, method in ((self.standby, "note"), (self.trainer, "_update"), (self.weights, "push")):
             delattr(thing, method)

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from staleflow.commands.common import Subparsers, add_settings, given_settings
 from staleflow.config import Config, ConfigError, check, differences, estimate, load, this_machine
-from staleflow.config.costs import guessed
+from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
 from staleflow.reward.function import BAD_REWARD
 from staleflow.run.checkpoints import Choice, newest
@@ -98,7 +98,7 @@ def train(
         view.update(status)
         view.line(status)
 
-    run = LocalRun(config, directory, model, task, guessed(config), checkpoint, show)
+    run = LocalRun(config, directory, model, task, costs_from_geometry(config), checkpoint, show)
     try:
         summary = asyncio.run(run.execute())
     finally:

@@ -1,4 +1,4 @@
-"""Everything about a run that can be known before anything heavy is loaded: the model's folder, the first row of the
+"""Everything about a run that can be checked before anything heavy is loaded: the model's folder, the first row of the
 data, the reward, the run directory, the memory.
 
     check(config)       # ConfigError with one line that says what to change
@@ -29,7 +29,7 @@ from staleflow.training.options import LOSSES, Training
 
 
 def check(config: Config, machine: Machine | None = None) -> None:
-    """Refuse what cannot run, with one line that says what to change."""
+    """Refuse a run that cannot work, with one line that says what to change."""
     try:
         _check(config, machine)
     except ConfigError as error:
@@ -101,7 +101,7 @@ def _data(data: Data) -> None:
 
 
 def _row(setting: str, source: str, prompt: str, answer: str | None) -> None:
-    """The first row has the named columns."""
+    """Check that the first row has the named columns."""
     path = Path(source)
     if not path.is_file():
         raise ConfigError(f"{setting}={source}: no such file: correct the path")
@@ -141,14 +141,14 @@ def _parquet_columns(path: Path) -> list[str]:
 
 
 def _knobs(training: Training) -> None:
-    """A loss of the user's own has those of the named knobs that its signature has; it is loaded by now."""
+    """Check that the user's own loss, loaded by now, takes the knobs that are given."""
     for knob in training.clip:
         if knob not in LOSSES.knobs(training.loss):
             raise ConfigError(f"training.loss={training.loss} has no {knob}: leave training.{knob} out")
 
 
 def _writable(folder: str, setting: str) -> None:
-    """Whether the folder, or the first one above it that exists, can be written."""
+    """Check that the folder, or the first one above it that exists, can be written."""
     path = Path(folder).absolute()
     place = next(each for each in (path, *path.parents) if each.exists())
     if not place.is_dir():

@@ -1,12 +1,12 @@
-"""The section ``cluster``: what ``simulate``, ``compare`` and ``plan`` model and ``train`` has for real.
+"""The section ``cluster``: the cluster that ``simulate``, ``compare`` and ``plan`` model. ``train`` does not read it.
 
-``train`` does not read it. What is null follows from the rest of the configuration, and is an assumption that the
-commands name (``staleflow.simulate.setting.assumptions``).
+What is null follows from the rest of the configuration, and is an assumption that the commands name
+(``staleflow.simulate.setting.assumptions``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import inf
+from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from staleflow.settings import Amount, Count, Limits, Positive, Section, Share
@@ -14,7 +14,7 @@ from staleflow.settings import Amount, Count, Limits, Positive, Section, Share
 if TYPE_CHECKING:
     from staleflow.config.schema import Config
 
-Lengths = Literal["independent", "correlated", "long", "lognormal", "powerlaw", "bimodal", "uniform", "constant"]
+LengthKind = Literal["independent", "correlated", "long", "lognormal", "powerlaw", "bimodal", "uniform", "constant"]
 COEFFICIENTS = ("floor", "base", "per_sequence", "fixed", "per_context_token", "per_prefill_token")
 """The fields of ``CostModel``, which is not imported here: it needs numpy."""
 
@@ -25,12 +25,12 @@ class ClusterOptions(Section):
     """They divide the trainer's time."""
     gpus_per_instance: Count = 1
     """For counting only: costs are those of an instance."""
-    lengths: Lengths = "lognormal"
-    """Of responses. As in production serving of DeepSeek-R1: ``correlated`` within a group, ``independent``, or
+    lengths: LengthKind = "lognormal"
+    """Lengths of responses. As in production serving of DeepSeek-R1: ``correlated`` within a group, ``independent``, or
     ``long`` (correlated, four times as long). Otherwise ``lognormal`` (CV 1), ``powerlaw`` (tail 1.5), ``bimodal`` (a
     fifth is six times as long), ``uniform`` or ``constant``. ``rollout.max_tokens`` cuts them off."""
     mean_tokens: Positive | None = None
-    """Of a response, before it is cut off; null: that of R1 (1,527), or a quarter of ``rollout.max_tokens``."""
+    """Mean length of a response before the cut; null: that of R1 (1,527), or a quarter of ``rollout.max_tokens``."""
     between: Share | None = None
     """Share of the variance of lengths that lies between prompts; null: 0 if independent, otherwise 0.7."""
     scale: Positive = 1.0
@@ -38,30 +38,30 @@ class ClusterOptions(Section):
     drift: Annotated[float, Limits(-0.999, 0.999)] = 0.0
     """Growth of lengths with each version."""
     trace: str | None = None
-    """A CSV file of recorded lengths with the columns prompt_tokens, output_tokens and perhaps group. It takes the
-    place of the settings above, but for scale and drift."""
+    """A CSV file of recorded lengths with the columns prompt_tokens, output_tokens and perhaps group. It replaces the
+    settings above, except scale and drift."""
     prompt_tokens: Count | None = None
-    """Of every prompt; null: as many as a prompt may have."""
+    """Length of every prompt; null: the longest allowed."""
     prompts: Count | None = None
-    """Length of the data; null: endless."""
+    """Prompts in the data; null: endless."""
     profile: str | None = None
-    """What engine steps cost, as ``staleflow profile`` measured it. It takes the place of ``costs``."""
+    """What engine steps cost, as ``staleflow profile`` measured it. It replaces ``costs``."""
     costs: dict[str, float] = field(default_factory=dict[str, float])
     """The coefficients of an engine step (``staleflow/coordinator/cost.py``); none: from the model's geometry."""
     trainer_per_token_gpu_s: Positive | None = None
     """GPU seconds to train one prompt or output token; null: from the model's geometry."""
     trainer_fixed_s: Amount = 0.0
-    """Seconds of the update, for each step."""
+    """Seconds of the update in each step."""
     push_s: Amount = 0.0
-    """Seconds of the push, for each step."""
+    """Seconds of the push in each step."""
     weight_bytes: Positive | None = None
-    """What a pull loads; null: four bytes for each parameter."""
+    """Bytes that a pull loads; null: four for each parameter."""
     link_bandwidth: Positive = 40e9
     """Bytes per second of one pull."""
     total_bandwidth: Positive = 1e15
     """Bytes per second of all pulls together."""
     reward_s: Amount = 0.0
-    """Seconds until a reward is there, on average."""
+    """Mean seconds until a reward is there."""
     reward_success: Share = 0.5
     """Share of rewards that are 1, where groups are filtered."""
     speed_spread: Annotated[float, Limits(0, 0.999)] = 0.0
@@ -75,16 +75,23 @@ class ClusterOptions(Section):
             yield f"costs.{unknown[0]} is unknown: choose one of {', '.join(COEFFICIENTS)}"
         elif costs and (missing := [name for name in COEFFICIENTS if name not in costs]):
             yield f"costs lacks {', '.join(missing)}: give all coefficients, or a profile"
-        elif costs and not (0 <= min(costs.values()) <= max(costs.values()) < inf and costs["floor"] + costs["fixed"]):
-            yield "costs has a step that takes no time: give coefficients of 0 or more, and a floor"
+        elif costs and not takes_time(costs):
+            yield "costs has a step that takes no time: give coefficients of 0 or more (base: any), and a floor"
         if self.lengths == "independent" and self.between:
             yield f"lengths=independent says what between={self.between:g} is: leave one out"
         if self.lengths == "long" and self.scale != 1:
             yield f"lengths=long says what scale={self.scale:g} is: leave one out"
 
 
+def takes_time(costs: Mapping[str, float]) -> bool:
+    """Whether every engine step does. The line that grows with sequences may begin below zero, nothing else may."""
+    least = min(value for name, value in costs.items() if name != "base")
+    one = max(costs["floor"], costs["base"] + costs["per_sequence"]) + costs["fixed"]
+    return all(isfinite(value) for value in costs.values()) and least >= 0 and one > 0
+
+
 def problems(config: "Config") -> Iterator[str]:
-    """What contradicts the rest of the configuration."""
+    """Contradictions between this section and the rest of the configuration."""
     cluster = config.cluster
     if cluster.prompts is not None and cluster.prompts < config.groups * config.steps:
         yield (

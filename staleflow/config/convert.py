@@ -1,10 +1,10 @@
-"""From a tree of plain values to a ``Config``, or one line that says which value is wrong and what to write.
+"""From a tree of plain values to a ``Config``, or an error that says which value is wrong and what to write.
 
 ::
 
     to_config({"staleness": 1, "rollout": {"instances": 3}})
     to_config({"rollout": {"instnces": 3}})     # ConfigError: rollout.instnces is unknown: write rollout.instances
-    full_name("max_tokens")                     # rollout.max_tokens: what only one section has needs no section
+    full_name("max_tokens")                     # rollout.max_tokens: a name that only one section has needs no section
 """
 
 import dataclasses
@@ -19,27 +19,27 @@ import msgspec
 
 from staleflow.config.rules import refuse_values
 from staleflow.config.schema import Config
-from staleflow.config.text import short
+from staleflow.config.text import one_line, short
 from staleflow.errors import ConfigError
 
 SECTIONS = {name: kind for name, kind in get_type_hints(Config).items() if dataclasses.is_dataclass(kind)}
-"""By name, the settings that are groups of settings."""
+"""The sections, by name."""
 NAMES = [
     name
     for first, kind in get_type_hints(Config).items()
     for name in ([f"{first}.{each}" for each in get_type_hints(kind)] if first in SECTIONS else [first])
 ]
-"""Of every setting."""
+"""Dotted names of all settings."""
 RENAMED = {
     "chunk": "rollout.prefill_tokens",
     "filter_uniform": "filter: write filter=no-signal, or filter=none",
     "policy": "the option --policy of simulate, or --policies of compare",
 }
-"""Names that settings once had, and what they are now."""
+"""Former names of settings, and what to write now."""
 
 
 def to_config(tree: Mapping[str, Any]) -> Config:
-    """The configuration that the tree says; what it leaves out is the default."""
+    """The configuration that the tree describes; what it leaves out has its default."""
     _refuse_unknown(tree)
     try:
         config = _at_home(msgspec.convert(tree, Config))
@@ -50,7 +50,7 @@ def to_config(tree: Mapping[str, Any]) -> Config:
 
 
 def _at_home(config: Config) -> Config:
-    """With paths that begin with ``~`` written out: a shell does not do that behind an equals sign."""
+    """Expand paths that begin with ``~``: a shell does not do that after an equals sign."""
     return dataclasses.replace(
         _expanded(config, "model", "runs", "cache"),
         data=_expanded(config.data, "source", "held_out"),
@@ -64,12 +64,12 @@ def _expanded(section: Any, *names: str) -> Any:
 
 
 def to_tree(config: Config) -> dict[str, Any]:
-    """Plain values, all of them."""
+    """All settings as plain values."""
     return msgspec.to_builtins(config)
 
 
 def leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of each setting."""
+    """The dotted name and the value of each setting."""
     for name, value in tree.items():
         if name in SECTIONS:
             yield from ((f"{name}.{key}", each) for key, each in value.items())
@@ -78,7 +78,7 @@ def leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def type_of(dotted: str) -> Any:
-    """The type of the setting of this name, or ``ConfigError`` with the name that was probably meant."""
+    """The type of a setting, or ``ConfigError`` with the name that was probably meant."""
     section, dot, name = dotted.partition(".")
     kind: Any = SECTIONS.get(section) if dot else Config
     hints = get_type_hints(kind) if kind is not None else {}
@@ -88,7 +88,7 @@ def type_of(dotted: str) -> Any:
 
 
 def full_name(name: str) -> str:
-    """With its section, which may be left out on a command line where no other section has a setting of this name."""
+    """The name with its section, which may be left out where only one section has a setting of this name."""
     found = [each for each in NAMES if each.endswith(f".{name}")]
     if "." in name or name in NAMES or not found:
         return name
@@ -128,10 +128,10 @@ def _refuse_unknown(tree: Mapping[str, Any]) -> None:
 def _wrong_type(tree: Mapping[str, Any], error: msgspec.ValidationError) -> str:
     found = re.search(r"`\$((?:\.\w+)+)", str(error))
     if found is None:  # a check of a section's own
-        return " ".join(str(error).split())
+        return one_line(error)
     parts = found[1][1:].split(".")
     dotted = ".".join(parts[: 2 if parts[0] in SECTIONS else 1])
-    if dotted in SECTIONS:  # a section refused its values: it has said itself what is wrong
+    if dotted in SECTIONS:  # the section itself has said what is wrong
         return f"{dotted}.{str(error).partition(' - at `')[0]}"
     value: Any = tree
     for part in dotted.split("."):
@@ -140,7 +140,7 @@ def _wrong_type(tree: Mapping[str, Any], error: msgspec.ValidationError) -> str:
 
 
 def wanted(kind: Any) -> str:
-    """What to write for a type."""
+    """What to write for a setting of this type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return f"{wanted(next(each for each in arguments if each is not NoneType))}, or null"

@@ -1,14 +1,13 @@
-"""What engine steps and training cost: as measured or given, or a first guess from the model's geometry.
+"""What engine steps and training cost: as measured or given, or a rough estimate from the model's geometry.
 
-engine_costs(config)        # of the section cluster: its profile, its coefficients, or the guess
-guessed(config)             # rough, for the coordinator of a real run until it has measured
+engine_costs(config)            # of the section cluster: its profile, its coefficients, or the estimate
+costs_from_geometry(config)     # for the coordinator of a real run until it has measured
 """
 
 import json
-import math
 from pathlib import Path
 
-from staleflow.config.cluster import COEFFICIENTS
+from staleflow.config.cluster import COEFFICIENTS, takes_time
 from staleflow.config.schema import Config
 from staleflow.config.sizes import sizes_of
 from staleflow.coordinator.cost import CostModel
@@ -20,17 +19,17 @@ FLOPS = {"cpu": 4e10, "cuda": 4e14}
 TRAINING_FLOP = 8
 """For each parameter and token: forward, backward, and forward again where activations are recomputed."""
 TRAINING_SHARE = 0.4
-"""Of the peak that training reaches."""
+"""Share of the peak that training reaches."""
 
 
 def engine_costs(config: Config) -> CostModel:
     if config.cluster.profile is not None:
         return read_profile(config.cluster.profile)
-    return CostModel(**config.cluster.costs) if config.cluster.costs else guessed(config)
+    return CostModel(**config.cluster.costs) if config.cluster.costs else costs_from_geometry(config)
 
 
-def guessed(config: Config) -> CostModel:
-    """What a decoding step may cost, from the model's shape. ``ConfigError`` if the model is not there."""
+def costs_from_geometry(config: Config) -> CostModel:
+    """A rough cost of a decoding step, from the model's shape. ``ConfigError`` if there is no such model."""
     sizes, kind = sizes_of(config), config.rollout.device.partition(":")[0]
     return CostModel.from_geometry(
         parameters=sizes.parameters,
@@ -52,7 +51,7 @@ def training_cost(config: Config) -> float:
 
 
 def weight_bytes(config: Config) -> float:
-    """What a pull loads."""
+    """Bytes that a pull loads."""
     return config.cluster.weight_bytes or 4.0 * sizes_of(config).parameters
 
 
@@ -65,6 +64,6 @@ def read_profile(name: str) -> CostModel:
         raise ConfigError(f"profile {name} cannot be read ({error.strerror}): make it with staleflow profile") from None
     except (ValueError, TypeError, KeyError):
         raise ConfigError(f"profile {name} holds no coefficients: make it with staleflow profile") from None
-    if not all(math.isfinite(value) for value in values.values()) or values["floor"] + values["fixed"] <= 0:
+    if not takes_time(values):
         raise ConfigError(f"profile {name}: a step that takes no time is impossible: measure again")
     return CostModel(**values)

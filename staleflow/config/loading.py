@@ -1,7 +1,7 @@
 """Where a configuration comes from: a preset, a file, and ``key=value`` on the command line, in this order.
 
-A file is YAML or TOML. It may name the preset that it changes (``preset: one-gpu``). Where none is named, the embedded
-model starts from ``laptop`` and any other from the plain defaults. Of a name given twice, the last counts::
+A file is YAML or TOML. It may name the preset that it changes (``preset: one-gpu``). Otherwise the embedded model
+starts from ``laptop`` and any other from the plain defaults. If a name is given twice, the last counts::
 
     load(None, ["staleness=1", "training.learning_rate=1e-4"])
     load("one-gpu", ["model=models/qwen", "data.source=train.jsonl"])
@@ -24,13 +24,13 @@ from staleflow.errors import ConfigError
 
 ENDINGS = (".yaml", ".yml", ".toml")
 OF_SOURCE = ("source", "arguments", "held_out", "held_out_count")
-"""Settings of data that mean nothing for another source."""
+"""Settings of ``data`` that belong to one source."""
 
 
 def load(source: str | None, overrides: Sequence[str] = (), default: str = LAPTOP) -> Config:
-    """The configuration of a run; ``default`` is the preset where there is no source.
+    """The configuration of a run; ``default`` is the preset if there is no source.
 
-    Whatever is wrong raises ``ConfigError`` with one line; nothing heavy is imported.
+    ``ConfigError``, in one line, if anything is wrong. Nothing heavy is imported.
     """
     try:
         return _loaded(source, overrides, default)
@@ -55,7 +55,7 @@ def _loaded(source: str | None, overrides: Sequence[str], default: str) -> Confi
 
 
 def to_yaml(config: Config) -> str:
-    """All of it, as a file that ``load`` reads back equal."""
+    """The whole configuration, as a file that ``load`` reads back equal."""
     return render(to_tree(config))
 
 
@@ -94,7 +94,7 @@ def _not_there(source: str, path: Path) -> str:
 
 
 def _nested(tree: Tree) -> Tree:
-    """Dotted keys of a file are paths, as they are on the command line."""
+    """Dotted keys of a file are paths, as on the command line."""
     nested: Tree = {}
     for key, value in tree.items():
         if "." in str(key):
@@ -120,7 +120,7 @@ def _with(tree: Tree, overrides: Sequence[str]) -> Tree:
 
 
 def _without_source(data: Any, source: Any) -> Any:
-    """What belongs to another source than this one does not stay."""
+    """The section ``data`` without the settings that belong to another source."""
     if not isinstance(data, dict) or data.get("source", source) == source:
         return data
     return {key: value for key, value in data.items() if key not in OF_SOURCE}
@@ -172,12 +172,12 @@ def _copy(place: Tree, name: str, dotted: str) -> Tree:
 
 
 def _as_text(dotted: str, value: Any) -> Any:
-    """A folder may be called 7 and a system message may be a number: where only a text fits, it is one."""
+    """A number as text where the setting is a text: a folder may be called 7."""
     return str(value) if type_of(dotted) in (str, str | None) and type(value) in (int, float) else value
 
 
 def _merged(base: Tree, given: Tree) -> Tree:
-    """Sections setting by setting, everything else as a whole."""
+    """``given`` over ``base``: sections setting by setting, everything else as a whole."""
     merged = dict(base)
     for key, value in given.items():
         before = base.get(key, {})

@@ -1,4 +1,4 @@
-"""Where this machine keeps things, and what it has: cores, memory, GPUs. Nothing here loads PyTorch."""
+"""What this machine has: a cache folder, cores, memory, GPUs. Nothing here loads PyTorch."""
 
 import os
 import shutil
@@ -10,11 +10,11 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True)
 class Machine:
     cores: int
-    """That this process may use."""
+    """Cores that this process may use."""
     memory: int
-    """Bytes that are available now, within the limits of the control group."""
+    """Bytes that are available now, within the limits of the cgroup."""
     gpus: tuple[int, ...] = ()
-    """Bytes that are free on each."""
+    """Free bytes of each GPU."""
 
 
 def cache_folder() -> str:
@@ -23,7 +23,7 @@ def cache_folder() -> str:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -32,7 +32,7 @@ def this_machine() -> Machine:
 
 
 def free_memory() -> int:
-    """What is available, or what the control group still allows if that is less."""
+    """Available bytes, or what the cgroup still allows if that is less."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -43,7 +43,7 @@ def free_memory() -> int:
 
 
 def _groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
-    """(limit, used) of the control groups that this process is in, of version 2 and 1, where there is a limit."""
+    """(limit, used) of the cgroups of this process, version 2 or 1, that have a limit."""
     files: list[tuple[Path, Path]] = [
         (root / "memory.max", root / "memory.current"),
         (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
@@ -78,7 +78,7 @@ def _gpus() -> tuple[int, ...]:
 
 
 def _visible(text: str, only: str | None) -> tuple[int, ...]:
-    """Free bytes of the GPUs that CUDA shows, in its order; ``only`` holds their numbers or names."""
+    """Free bytes of the GPUs that CUDA sees, in its order; ``only`` has their numbers or names."""
     free: dict[str, int] = {}
     for line in filter(str.strip, text.splitlines()):
         index, name, megabytes = (part.strip() for part in line.split(","))

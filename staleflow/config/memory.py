@@ -5,7 +5,7 @@
     needs.problem           # None, or the line that refuses the run
 
 A pure function of the configuration, the model's sizes and the machine. Weights, optimiser, KV memory and payload are
-exact; activations and what PyTorch itself takes are estimates, and are marked so.
+exact; activations and PyTorch's own memory are estimates, marked "about".
 """
 
 from dataclasses import asdict, dataclass
@@ -26,16 +26,16 @@ CONTROL = 250 * 2**20
 CONTEXT = 500 * 2**20
 """Estimate: a process on a GPU."""
 LOGITS = 2**30
-"""Of the trainer on a GPU, at a time."""
+"""Logits that the trainer holds on a GPU at a time."""
 PAYLOAD_BYTES = 8
 """A token and its log-probability."""
 TRAJECTORY_SHARE = 4
-"""The trajectory server takes at most one part in so many of the free memory."""
+"""The trajectory server takes at most the free memory divided by this."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Memory of one kind, of ``count`` equal processes."""
+class MemoryUse:
+    """What ``count`` equal processes need for one purpose."""
 
     role: str
     what: str
@@ -53,7 +53,7 @@ class Estimate:
     config: Config
     sizes: Sizes
     machine: Machine
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryUse, ...]
 
     def needed(self, device: str = "cpu") -> int:
         return sum(part.total for part in self.parts if part.device == device)
@@ -64,13 +64,13 @@ class Estimate:
 
     @property
     def instance(self) -> int:
-        """Bytes of one rollout instance, on whatever device it is."""
+        """Bytes of one rollout instance on its device."""
         device = _device(self.config.rollout.device)
         return sum(part.bytes for part in self.parts if part.role == "instance" and part.device == device)
 
     @property
     def threads(self) -> int:
-        """Of each compute process, unless the runtime has cores to spare for the trainer."""
+        """Threads of each compute process, unless the runtime has cores to spare for the trainer."""
         processes = self.config.rollout.instances + 1
         return self.config.processes.threads or max(1, self.machine.cores // processes)
 
@@ -150,7 +150,7 @@ class Estimate:
 
 
 def estimate(config: Config, machine: Machine | None = None) -> Estimate:
-    """What a run needs on this machine, or on another. ``ConfigError`` if the model is not there."""
+    """What a run needs on this machine, or on another. ``ConfigError`` if there is no such model."""
     sizes = sizes_of(config)
     machine = machine or this_machine()
     limit = trajectory_bytes(config, machine.memory)
@@ -159,40 +159,39 @@ def estimate(config: Config, machine: Machine | None = None) -> Estimate:
 
 
 def trajectory_bytes(config: Config, free: int) -> int:
-    """The memory limit of the trajectory server: as configured, or a share of what is free, but never so little that
-    no step could be complete."""
+    """The memory limit of the trajectory server: as configured, or a share of what is free, but at least one step."""
     if config.processes.trajectory_gib is not None:
         return int(config.processes.trajectory_gib * 2**30)
     return max(free // TRAJECTORY_SHARE, config.groups * _group(config))
 
 
 def _group(config: Config) -> int:
-    """Bytes of one group at worst."""
+    """Most bytes of one group."""
     return config.members * config.rollout.max_tokens * PAYLOAD_BYTES + config.longest_prompt * 4
 
 
-def _rollout(config: Config, sizes: Sizes) -> list[Part]:
+def _rollout(config: Config, sizes: Sizes) -> list[MemoryUse]:
     rollout, device = config.rollout, _device(config.rollout.device)
     item, count = BYTES[rollout.dtype], rollout.instances
     weights, kv = sizes.parameters * item, rollout.kv_tokens * sizes.kv_bytes(item)
-    parts: list[Part] = []
+    parts: list[MemoryUse] = []
     for role, many in (("instance", count), ("evaluator", 1)):
         of = f" of {many}" if many > 1 else ""
-        parts.append(Part(role, f"weights{of}", weights, device, many))
-        parts.append(Part(role, f"KV memory, {rollout.kv_tokens:,} tokens{of}", kv, device, many))
+        parts.append(MemoryUse(role, f"weights{of}", weights, device, many))
+        parts.append(MemoryUse(role, f"KV memory, {rollout.kv_tokens:,} tokens{of}", kv, device, many))
         parts += _process(role, device, many)
     return parts
 
 
-def _trainer(config: Config, sizes: Sizes) -> list[Part]:
+def _trainer(config: Config, sizes: Sizes) -> list[MemoryUse]:
     training, device = config.training, _device(config.training.device)
     every = sizes.parameters
     trained = sizes.adapters(training.lora_rank, training.lora_targets) if training.lora_rank else every
     parts = [
-        Part("trainer", "weights", 4 * (every + (trained if training.lora_rank else 0)), device),
-        Part("trainer", "gradients", 4 * trained, device),
-        Part("trainer", "optimiser", 8 * trained, device),
-        Part(
+        MemoryUse("trainer", "weights", 4 * (every + (trained if training.lora_rank else 0)), device),
+        MemoryUse("trainer", "gradients", 4 * trained, device),
+        MemoryUse("trainer", "optimiser", 8 * trained, device),
+        MemoryUse(
             "trainer",
             f"activations, about, of {training.micro_tokens:,} tokens",
             training.micro_tokens * sizes.activation_bytes(training.activation_checkpointing, device != "cpu"),
@@ -200,29 +199,29 @@ def _trainer(config: Config, sizes: Sizes) -> list[Part]:
         ),
     ]
     if device != "cpu":
-        parts.append(Part("trainer", "weights in bfloat16 and logits", 2 * every + LOGITS, device))
+        parts.append(MemoryUse("trainer", "weights in bfloat16 and logits", 2 * every + LOGITS, device))
     if training.kl_coefficient and not training.lora_rank:
-        parts.append(Part("trainer", "reference weights", 4 * every, device))
+        parts.append(MemoryUse("trainer", "reference weights", 4 * every, device))
     return [*parts, *_process("trainer", device, 1)]
 
 
-def _rest(config: Config, sizes: Sizes, limit: int) -> list[Part]:
+def _rest(config: Config, sizes: Sizes, limit: int) -> list[MemoryUse]:
     groups = (config.staleness + 1) * (config.groups + config.redundancy)
     adapters = sizes.adapters(config.training.lora_rank, config.training.lora_targets)
     trained = adapters if config.training.lora_rank else sizes.parameters
     version = BYTES[config.rollout.dtype] * sizes.parameters + (12 * trained if config.processes.standby else 0)
     return [
-        Part("parameters", "two versions in shared memory", version, count=2),
-        Part("trajectories", "tokens, at most", min(limit, groups * _group(config))),
-        Part("rewards", "workers, about", WORKER, count=config.reward.workers),
-        Part("control", "process, about", CONTROL),
+        MemoryUse("parameters", "two versions in shared memory", version, count=2),
+        MemoryUse("trajectories", "tokens, at most", min(limit, groups * _group(config))),
+        MemoryUse("rewards", "workers, about", WORKER, count=config.reward.workers),
+        MemoryUse("control", "process, about", CONTROL),
     ]
 
 
-def _process(role: str, device: str, count: int) -> list[Part]:
-    parts = [Part(role, "process, about", PROCESS, "cpu", count)]
+def _process(role: str, device: str, count: int) -> list[MemoryUse]:
+    parts = [MemoryUse(role, "process, about", PROCESS, "cpu", count)]
     if device != "cpu":
-        parts.append(Part(role, "CUDA, about", CONTEXT, device, count))
+        parts.append(MemoryUse(role, "CUDA, about", CONTEXT, device, count))
     return parts
 
 

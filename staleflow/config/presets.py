@@ -1,8 +1,8 @@
-"""Configurations by name: what each says differently from the plain defaults.
+"""Configurations by name: how each differs from the plain defaults.
 
-``laptop`` is the embedded default of ``train``, ``paper-14b`` that of ``simulate``, ``compare`` and ``plan``. The
-paper's settings, on 64 GPUs and with ``-128`` in the name on 128, can be trained with where there are such clusters and
-folders of these names. ``gsm8k-smollm`` needs a path: ``data.source=.../train.jsonl``.
+``laptop`` is the default of ``train``, ``paper-14b`` that of ``simulate``, ``compare`` and ``plan``. The paper's
+settings are for 64 GPUs, or 128 with ``-128`` in the name; to train with them takes such a cluster and model folders of
+these names. ``gsm8k-smollm`` needs a path: ``data.source=.../train.jsonl``.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ ARITHMETIC: Tree = {
 
 
 def _paper(model: str, instances: int, kv_tokens: int, **cluster: Any) -> Tree:
-    """A setting of the paper, as far as it and its authors' code say. What neither does is assumed, and marked so."""
+    """A setting of the paper. What neither the paper nor its authors' code says is marked as assumed."""
     return {
         "model": model,
         "steps": 20,

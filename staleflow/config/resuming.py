@@ -9,8 +9,8 @@ FREE = ("runs", "cache", "steps", "stop_at")
 FREE_SECTIONS = ("processes", "evaluation", "checkpoints", "cluster")
 
 
-def trained(config: Config) -> dict[str, Any]:
-    """By dotted name, the settings that change what is trained. Steps do where the learning rate falls to the last."""
+def fixed_settings(config: Config) -> dict[str, Any]:
+    """The settings that change what is trained, by dotted name. With a falling learning rate, steps are one of them."""
     free = [name for name in FREE if name != "steps" or config.training.schedule == "constant"]
     return {
         name: value
@@ -21,5 +21,5 @@ def trained(config: Config) -> dict[str, Any]:
 
 def differences(before: Config, after: Config) -> list[str]:
     """Dotted names of the settings that differ and that a resumed run may not change."""
-    one, two = trained(before), trained(after)
+    one, two = fixed_settings(before), fixed_settings(after)
     return [name for name in one | two if one.get(name, ...) != two.get(name, ...)]

@@ -1,6 +1,6 @@
-"""What the sections of a configuration must be together. Pure: nothing of the machine is looked at.
+"""Rules across the sections of a configuration. Pure: the machine is not looked at.
 
-What a section must be by itself it refuses itself, when it is made.
+Rules within a section are the section's own, checked when it is made.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from staleflow.training.options import ADVANTAGES
 
 
 def refuse_values(config: Config) -> None:
-    """Raise the first thing that is wrong, in one line with the fix."""
+    """``ConfigError`` for the first rule that is broken, in one line with the fix."""
     for problem in problems(config):
         raise ConfigError(problem)
 
@@ -53,7 +53,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def mismatches(config: Config, vocabulary: int) -> Iterator[str]:
-    """Model, data and reward that do not belong together. Asked once it is known that each exists."""
+    """Model, data and reward that do not belong together. To be asked once each is known to exist."""
     data = config.data
     if data.source == ADDER and config.model != ADDER and vocabulary != len(VOCABULARY):
         yield f"data.source=adder has its own tokens, which model={config.model} does not know: give data.source"

@@ -1,7 +1,7 @@
-"""Everything a run can be told. Sections are frozen and refuse bad values; what each setting means stands below it.
+"""All settings of a run. Sections are frozen and refuse bad values; the meaning of each setting is below it.
 
-The sections of the parts stand beside the parts: ``Data`` in ``tasks/options.py``, and so on. What several of them must
-be together is in ``rules.py``.
+The sections of the parts are beside the parts: ``Data`` in ``tasks/options.py``, and so on. Rules across sections are
+in ``rules.py``.
 
 ::
 
@@ -31,7 +31,7 @@ class Evaluation(Drawing):
     every: Whole = 5
     """Steps between two evaluations; 0: only at the beginning and at the end."""
     problems: Annotated[int, Limits(1, 1_000_000)] = 256
-    """Held-out problems that are asked."""
+    """How many held-out problems are evaluated."""
     when: Literal["during", "after"] = "during"
     """``after``: versions are kept in memory and evaluated when training has ended, so that it is not disturbed."""
 
@@ -41,13 +41,13 @@ class Checkpoints(Section):
     every: Whole = 0
     """Steps between two checkpoints; 0: only at the end and on Ctrl-C."""
     keep: Whole = 2
-    """How many of the latest stay; 0: all."""
+    """How many of the latest are kept; 0: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processes(Section):
     threads: Annotated[int, Limits(1, 1024)] | None = None
-    """Of each compute process; null: chosen by the number of cores."""
+    """Threads of each compute process; null: chosen by the number of cores."""
     pin: bool = True
     """Keep each process on cores of its own where there are enough."""
     trajectory_gib: Positive | None = None
@@ -55,7 +55,7 @@ class Processes(Section):
     quarter of what is free."""
     standby: bool = True
     """Publish the optimiser's state with each version, in shared memory, so that a trainer that dies is replaced and
-    nothing is lost. Without, its death ends the run, which then goes on from its newest checkpoint."""
+    nothing is lost. Without it, a trainer that dies ends the run, which can be resumed from its newest checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Config(Section):
     steps: Count = 60
     """Updates of the model."""
     staleness: Whole = 2
-    """The bound: no token is trained on more than this many updates after the model that made it. 0: synchronous."""
+    """The bound: no token is trained on more than this many updates after the version that made it. 0: synchronous."""
     groups: Count = 32
     """Prompts of a step."""
     group_size: Count = 8
@@ -79,7 +79,7 @@ class Config(Section):
     """``no-signal``: groups whose rewards are all equal are replaced by others (dynamic sampling); ``none``, or
     ``module:function``."""
     filter_arguments: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Given to ``module:function``."""
+    """Passed to ``module:function``."""
     stop_at: Annotated[float, Limits(above=0, most=1)] | None = None
     """Held-out accuracy at which the run ends before its last step; null: it does not."""
     runs: str = "runs"
@@ -120,7 +120,7 @@ class Config(Section):
         if self.filter == "no-signal" and self.group_size == 1:
             yield "filter=no-signal drops every group of one: give group_size=2 or more, or filter=none"
 
-    # What the parts are told
+    # Options of the parts
 
     def trainer_options(self) -> TrainerOptions:
         return self.training.to(
@@ -138,7 +138,7 @@ class Config(Section):
         """How responses that are trained on are drawn."""
         return self.rollout.to(Sampling, stop_tokens=tuple(stop_tokens))
 
-    def evaluated(self, stop_tokens: Sequence[int]) -> Sampling:
+    def evaluation_sampling(self, stop_tokens: Sequence[int]) -> Sampling:
         """How responses to held-out problems are drawn."""
         limits = {"max_tokens": self.rollout.max_tokens, "stop_strings": self.rollout.stop_strings}
         return self.evaluation.to(Sampling, stop_tokens=tuple(stop_tokens), **limits)

@@ -26,7 +26,7 @@ class Sizes:
     head_dim: int
     vocabulary: int
     positions: int
-    """The longest sequence."""
+    """Tokens of the longest sequence."""
     tied: bool
     family: str
 
@@ -50,13 +50,13 @@ class Sizes:
         return self.layers * rank * sum(self.hidden + (ends | other).get(each, self.hidden) for each in targets)
 
     def kv_bytes(self, item: int) -> int:
-        """KV memory of one token, of numbers of so many bytes."""
+        """KV memory of one token, with numbers of ``item`` bytes."""
         return 2 * self.layers * self.kv_heads * self.head_dim * item
 
     def activation_bytes(self, recomputed: bool, on_gpu: bool = False) -> int:
         """About what training keeps for one token of a micro-batch: layers, and logits with their gradient.
 
-        On a GPU layers keep little, in bfloat16, and logits are never all there.
+        On a GPU layers keep little, in bfloat16, and logits are never kept as a whole.
         """
         if on_gpu:
             layer = 2 * (2 * self.hidden + 2 * (self.heads + self.kv_heads) * self.head_dim + 2 * self.intermediate)
@@ -93,7 +93,7 @@ def _read(where: str, found: dict[str, Any]) -> Sizes:
             value = found.get(name)
             if isinstance(value, int) and value > 0:
                 return value
-        raise ConfigError(f"{where}: {names[0]} is missing or no number above 0: write the model again")
+        raise ConfigError(f"{where}: {names[0]} is missing or not a number above 0: write the model again")
 
     heads = number("num_attention_heads")
     return Sizes(

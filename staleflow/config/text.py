@@ -1,7 +1,7 @@
-"""YAML as people mean it: ``1e-4`` is a number, ``off`` and ``no`` are words, a key given twice is a mistake.
+"""YAML as people mean it: ``1e-4`` is a number, ``off`` and ``no`` are texts, a key given twice is a mistake.
 
-PyYAML reads YAML 1.1, where it is the other way round. Only its rules for plain scalars are replaced, in both
-directions: what is written is read back equal::
+PyYAML reads YAML 1.1, where the opposite holds. Its rules for plain scalars are replaced, for reading and for writing:
+what is written is read back equal::
 
     parse("learning_rate: 1e-4")                # {"learning_rate": 0.0001}
     parse(render({"migration": "off"}))         # {"migration": "off"}
@@ -35,7 +35,7 @@ OTHERS = {letter: [*RESOLVERS.get(letter, []), (SCALARS[0][0], MISREAD)] for let
 
 
 MOST_VALUES = 100_000
-"""A configuration has some dozens."""
+"""Most values of a configuration; a usual one has some dozens."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -57,7 +57,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """In double quotes, with an escape, where a reader would take a character for the end of a line."""
+        """In double quotes, with an escape, if a character could be read as the end of a line."""
         return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if LINE_ENDS.search(data) else None)
 
 
@@ -65,7 +65,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def parse(text: str) -> Any:
-    """The value that the text says. What is not YAML raises ``ValueError`` with one line that says where."""
+    """The value of a YAML text. ``ValueError``, in one line with the place, if it is not YAML."""
     try:
         loader = _Loader(text)
         if (node := loader.get_single_node()) is None:
@@ -81,7 +81,7 @@ def parse(text: str) -> Any:
 
 
 def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values the node has with every alias written out. A few lines of aliases can stand for any number."""
+    """How many values the node has with every alias expanded. A few lines of aliases can stand for any number."""
     if (size := known.get(id(node))) == 0:
         raise ValueError("a value contains itself: write it out, without an alias")
     if size is None:
@@ -103,13 +103,13 @@ def one_line(text: object) -> str:
 
 
 def short(value: Any) -> str:
-    """As a person would write it, on one line."""
+    """The value as a person would write it, on one line of at most 60 characters."""
     text = render(value) if isinstance(value, str | int | float | bool | None) else render_flow(value)
     text = one_line(text.removesuffix("...\n"))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def render_flow(value: Any) -> str:
-    """On one line, as it stands behind an equals sign."""
+    """The value on one line, as it is written after an equals sign."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
     return text.removesuffix("...\n").removesuffix("\n")

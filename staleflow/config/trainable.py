@@ -24,7 +24,7 @@ MORE = {
 
 
 def refuse_names_of_nothing(config: Config, sizes: Sizes) -> None:
-    """``ConfigError`` for a pattern or a matrix that no parameter has."""
+    """``ConfigError`` for a pattern or a matrix name that matches no parameter."""
     training = config.training
     if sizes.family not in FAMILIES or not (training.train_only or training.lora_rank):
         return
@@ -52,7 +52,7 @@ def _by_family(sizes: Sizes) -> Iterator[str]:
 
 
 def _in_files(folder: Path) -> Iterator[str]:
-    """Names in the heads of the safetensors files: a model may have more than others of its family."""
+    """Names in the heads of the safetensors files: a model may have more parameters than its family."""
     for path in sorted(folder.glob("*.safetensors")):
         with suppress(OSError, ValueError, struct.error, RecursionError), path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

@@ -17,8 +17,11 @@ less from another trajectory than one that holds short ones, and so gets fewer.
 
 from __future__ import annotations
 
+import numpy as np
+
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.situation import Situation
+from staleflow.coordinator.strategies import Strategies
 
 MARGIN = 1.4
 """How much more than the even number: work does not come evenly, and what starts early ends early."""
@@ -30,7 +33,7 @@ FILLED = 0.8
 def fitting_mu(situation: Situation, mu: float) -> float | None:
     """What to use for ``mu`` so that instances become as full as they should; None while too little is known."""
     pace, fleet, queue = situation.pace, situation.fleet, situation.queue
-    instances = int(fleet.alive.sum())
+    instances = int(np.count_nonzero(fleet.alive))
     if not (pace.longest_tokens and situation.batch_size and instances and queue and queue[-1].version is None):
         return None
     batch = situation.batch_size * situation.group_size * pace.mean_tokens
@@ -40,6 +43,11 @@ def fitting_mu(situation: Situation, mu: float) -> float | None:
     fitting = FILLED * memory / (prompt + pace.grown_tokens)
     bearable = gain_at(situation.cost, MARGIN * even, prompt, pace.grown_tokens)
     return max(min(mu, bearable), gain_at(situation.cost, fitting, prompt, pace.grown_tokens))
+
+
+def least_gain(situation: Situation, strategies: Strategies) -> float:
+    """The ``mu`` to decide by."""
+    return strategies.mu if situation.mu is None else situation.mu
 
 
 def gain_at(cost: CostModel, running: float, prompt: int, grown: float) -> float:

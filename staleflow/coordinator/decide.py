@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from staleflow.coordinator.crowding import fitting_mu
+from staleflow.coordinator.crowding import fitting_mu, least_gain
 from staleflow.coordinator.levelling import level
 from staleflow.coordinator.migration import migrate
 from staleflow.coordinator.routing import route
-from staleflow.coordinator.situation import Abort, Command, Interrupt, Pull, Route, Situation, Truncate
+from staleflow.coordinator.situation import Abort, Command, Interrupt, Pace, Pull, Route, Situation, Truncate
 from staleflow.coordinator.strategies import Strategies
 from staleflow.coordinator.synchronisation import synchronise
 from staleflow.coordinator.tail import end_tail
@@ -38,11 +38,12 @@ class Decision:
 
 
 def decide(situation: Situation, strategies: Strategies) -> Decision:
-    strategies = _fitting(situation, strategies)
-    pulls = synchronise(situation, strategies)
-    work = _with_pulls(situation, pulls)
+    work = _fitted(situation, strategies)
+    pulls = synchronise(work, strategies)
+    if pulls:
+        work = _with_pulls(work, pulls)
     interrupts: list[Interrupt] = []
-    if strategies.migration == "gain":
+    if len(pulls) > 1 and strategies.migration == "gain":
         interrupts, fleet = level(work, strategies, pulls)
         work = replace(work, fleet=fleet)
     moving = {interrupt.trajectory for interrupt in interrupts}
@@ -55,8 +56,13 @@ def decide(situation: Situation, strategies: Strategies) -> Decision:
         queue = [item for item in work.queue if item.group not in aborted and item.trajectory not in ended]
         work = replace(work, queue=queue)
     routes = route(work, strategies)
-    commands: list[Command] = [*pulls, *interrupts, *ends, *routes]
-    return Decision(commands, _inputs(situation, strategies, commands))
+    inputs = _inputs(situation) | {
+        "synchronisation": {"mode": strategies.synchronisation, "pulls": len(pulls)},
+        "migration": {"mode": strategies.migration, **Counter(interrupt.why for interrupt in interrupts)},
+        "tail": {"mode": strategies.tail, **_ends(ends)},
+        "routing": {"mode": strategies.routing, "mu": least_gain(work, strategies), "routes": len(routes)},
+    }
+    return Decision([*pulls, *interrupts, *ends, *routes], inputs)
 
 
 def plain(commands: Iterable[Command]) -> list[list[Any]]:
@@ -69,10 +75,10 @@ def plain(commands: Iterable[Command]) -> list[list[Any]]:
     ]
 
 
-def _fitting(situation: Situation, strategies: Strategies) -> Strategies:
+def _fitted(situation: Situation, strategies: Strategies) -> Situation:
     """With ``adapt``, as full as the run's own lengths and pace ask for; as configured until these are known."""
     mu = fitting_mu(situation, strategies.mu) if strategies.adapt else None
-    return strategies if mu is None else replace(strategies, mu=mu)
+    return situation if mu is None else replace(situation, mu=mu)
 
 
 def _with_pulls(situation: Situation, pulls: Sequence[Pull]) -> Situation:
@@ -92,11 +98,14 @@ def _ended(situation: Situation, ends: Sequence[Abort | Truncate]) -> set[str]:
     return truncated | {resident.trajectory for resident in residents if resident.group in aborted}
 
 
-def _inputs(situation: Situation, strategies: Strategies, commands: Sequence[Command]) -> dict[str, Any]:
-    fleet, since = situation.fleet, situation.blocked_since
-    made = Counter(type(command).__name__.lower() for command in commands)
-    versions: Counter[int] = Counter(fleet.version.tolist())
-    why = Counter(command.why for command in commands if isinstance(command, Interrupt))
+def _ends(ends: Sequence[Abort | Truncate]) -> dict[str, int]:
+    aborts = sum(isinstance(end, Abort) for end in ends)
+    return {"aborts": aborts, "truncations": len(ends) - aborts}
+
+
+def _inputs(situation: Situation) -> dict[str, Any]:
+    fleet, since, pace = situation.fleet, situation.blocked_since, situation.pace
+    versions = Counter[int](fleet.version.tolist())
     return {
         "now": situation.now,
         "newest": situation.newest,
@@ -104,19 +113,15 @@ def _inputs(situation: Situation, strategies: Strategies, commands: Sequence[Com
         "queued": len(situation.queue),
         "fresh": len(situation.queue) - situation.reserved,
         "instances": len(fleet.names),
-        "alive": int(fleet.alive.sum()),
-        "pulling": int(fleet.pulling.sum()),
+        "alive": int(np.count_nonzero(fleet.alive)),
+        "pulling": int(np.count_nonzero(fleet.pulling)),
         "running": int(fleet.running.sum()),
         "waiting": int(fleet.waiting.sum()),
         "kv_free": int(fleet.kv_free.sum()),
         "versions": {str(version): count for version, count in sorted(versions.items())},
         "pull_s": situation.pull_s,
-        "pace": asdict(situation.pace),
+        "pace": {name: getattr(pace, name) for name in Pace.__slots__},
         "blockers": len(situation.blockers),
         "blocked_s": None if since is None else situation.now - since,
         "thrashing": len(situation.thrashing),
-        "synchronisation": {"mode": strategies.synchronisation, "pulls": made["pull"]},
-        "migration": {"mode": strategies.migration, **why},
-        "tail": {"mode": strategies.tail, "aborts": made["abort"], "truncations": made["truncate"]},
-        "routing": {"mode": strategies.routing, "mu": strategies.mu, "routes": made["route"]},
     }

@@ -31,6 +31,8 @@ MOST_MOVES = 4
 
 
 def gain(situation: Situation, strategies: Strategies) -> list[Interrupt]:
+    if not situation.thrashing and not situation.blockers:
+        return []
     fleet = situation.fleet.copy()
     relief = _relieve(situation, strategies, fleet)
     relieved = {interrupt.trajectory for interrupt in relief}

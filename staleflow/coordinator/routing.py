@@ -20,13 +20,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from staleflow.coordinator.cost import CostModel
+from staleflow.coordinator.crowding import least_gain
 from staleflow.coordinator.situation import Bools, Fleet, Floats, Queued, Route, Situation
 from staleflow.coordinator.strategies import ROUTING, Strategies
+
+FEW = 16
+"""Up to here Python's own loop over the instances is faster than calling numpy."""
 
 
 def waterfall(situation: Situation, strategies: Strategies) -> list[Route]:
@@ -35,20 +40,22 @@ def waterfall(situation: Situation, strategies: Strategies) -> list[Route]:
 
     What is started must not wait for that, and goes where a step will be shortest: with the largest gain, long contexts
     would all be sent to one instance, where they slow nobody but each other, and they are what steps wait for."""
-    fleet = situation.fleet.copy()
-    return _Filling(situation, fleet, strategies.headroom, _Gain(fleet, situation.cost, strategies.mu)).run()
+    rows = _Rows(situation.fleet)
+    return _Filling(
+        situation, rows, strategies.headroom, _Gain(rows, situation.cost, least_gain(situation, strategies))
+    ).run()
 
 
 def least_loaded(situation: Situation, strategies: Strategies) -> list[Route]:
     """The fewest running sequences win; among equals, the first row."""
-    fleet = situation.fleet.copy()
-    return _Filling(situation, fleet, strategies.headroom, _Fewest(fleet)).run()
+    rows = _Rows(situation.fleet)
+    return _Filling(situation, rows, strategies.headroom, _Fewest(rows)).run()
 
 
 def round_robin(situation: Situation, strategies: Strategies) -> list[Route]:
     """In turn, from row ``turn`` modulo the size of the fleet; an instance that is passed over keeps its turn."""
-    fleet = situation.fleet.copy()
-    return _Filling(situation, fleet, strategies.headroom, _Turns(len(fleet.names), situation.turn)).run()
+    rows = _Rows(situation.fleet)
+    return _Filling(situation, rows, strategies.headroom, _Turns(rows, situation.turn)).run()
 
 
 def route(situation: Situation, strategies: Strategies) -> list[Route]:
@@ -74,33 +81,57 @@ class _Rule(Protocol):
         ...
 
 
+class _Rows:
+    """The fleet as it fills up, to be looked at in two ways on the same memory: all rows at once (numpy), and one row
+    at a time as Python's own numbers. Where there are few rows, only the second is used and is a list."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.few = len(fleet.names) <= FEW
+        self.fleet = fleet if self.few else fleet.copy()
+        self.running, self.context, self.kv_free, self.max_running, self.version, self.speed = map(
+            self.column,
+            (
+                self.fleet.running,
+                self.fleet.context,
+                self.fleet.kv_free,
+                self.fleet.max_running,
+                self.fleet.version,
+                self.fleet.speed,
+            ),
+        )
+
+    def column(self, values: NDArray[Any]) -> Any:
+        return values.tolist() if self.few else values.data
+
+    def place(self, row: int, context: int, headroom: int) -> None:
+        """Count in one more sequence of ``context`` tokens, with room to grow."""
+        self.running[row] += 1
+        self.context[row] += context
+        self.kv_free[row] -= context + headroom
+
+
 class _Gain:
-    def __init__(self, fleet: Fleet, cost: CostModel, mu: float) -> None:
-        self.fleet, self.cost, self.mu = fleet, cost, mu
-        self.speed = fleet.speed
-        self.now = cost.throughputs(fleet.running, fleet.context)
-        self.more = fleet.running + 1.0
-        self.step = cost.step_times(self.more, fleet.context)
+    def __init__(self, rows: _Rows, cost: CostModel, mu: float) -> None:
+        fleet = rows.fleet
+        self.cost, self.mu, self.rows = cost, mu, rows
+        self.nows = cost.throughputs(fleet.running, fleet.context)
+        self.mores = fleet.running + 1.0
+        self.steps = cost.step_times(self.mores, fleet.context)
         """With one more sequence, its own context not counted."""
+        self.now, self.more, self.step = map(rows.column, (self.nows, self.mores, self.steps))
 
     def scores(self, context: int, fresh: bool) -> Floats:
-        gain = self.step + self.cost.per_context_token * context
-        if fresh:
-            np.divide(self.more, gain, out=gain)
-            gain -= self.now
-        else:
-            np.reciprocal(gain, out=gain)
-        gain *= self.speed
+        gain = self.steps + self.cost.per_context_token * context
+        if not fresh:
+            return np.divide(self.rows.fleet.speed, gain, out=gain)
+        np.divide(self.mores, gain, out=gain)
+        gain -= self.nows
+        gain *= self.rows.fleet.speed
         return gain
 
     def score(self, row: int, context: int, fresh: bool) -> float:
-        if fresh:
-            return float(self.speed[row] * self._gain(row, context))
-        return float(self.speed[row] / (self.step[row] + self.cost.per_context_token * context))
-
-    def _gain(self, row: int, context: int) -> float:
-        """At the speed of the cost model."""
-        return self.more[row] / (self.step[row] + self.cost.per_context_token * context) - self.now[row]
+        speed, seconds = self.rows.speed[row], self.step[row] + self.cost.per_context_token * context
+        return speed * (self.more[row] / seconds - self.now[row]) if fresh else speed / seconds
 
     def least(self, context: int) -> float:
         return self.mu / self.cost.step(1, context)
@@ -111,49 +142,52 @@ class _Gain:
         (n + 1) / (s + y) - T >= mu / (u + y)   <=>   T y² <= b y + c,   b = n + 1 - mu - T (s + u),
                                                                         c = (n + 1) u - mu s - T s u
         """
-        s, u, now = self.step, self.cost.step(1, 0), self.now
-        b = self.more - self.mu - now * (s + u)
-        c = self.more * u - self.mu * s - now * s * u
+        s, u, now = self.steps, self.cost.step(1, 0), self.nows
+        b = self.mores - self.mu - now * (s + u)
+        c = self.mores * u - self.mu * s - now * s * u
         roots = np.sqrt(np.maximum(0.0, b * b + 4 * now * c))
         with np.errstate(divide="ignore", invalid="ignore"):
             y = np.where(now > 0, (b + roots) / (2 * now), inf)
             return np.nan_to_num(y / self.cost.per_context_token, nan=inf, posinf=inf)
 
     def placed(self, row: int, context: int) -> None:
-        self.now[row] += self._gain(row, context)
+        now = self.now[row]
+        self.now[row] = now + (self.more[row] / (self.step[row] + self.cost.per_context_token * context) - now)
         self.more[row] += 1.0
-        self.step[row] = self.cost.step(int(self.fleet.running[row]) + 1, int(self.fleet.context[row]))
+        self.step[row] = self.cost.step(self.rows.running[row] + 1, self.rows.context[row])
 
 
 class _Fewest:
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
+    def __init__(self, rows: _Rows) -> None:
+        self.rows = rows
 
     def scores(self, context: int, fresh: bool) -> Floats:  # noqa: ARG002
-        return -self.fleet.running.astype(np.float64)
+        return -self.rows.fleet.running.astype(np.float64)
 
     def score(self, row: int, context: int, fresh: bool) -> float:  # noqa: ARG002
-        return -float(self.fleet.running[row])
+        return -float(self.rows.running[row])
 
     def least(self, context: int) -> float:  # noqa: ARG002
         return -inf
 
     def longest(self) -> Floats:
-        return np.full(len(self.fleet.names), inf)
+        return np.full(len(self.rows.fleet.names), inf)
 
     def placed(self, row: int, context: int) -> None: ...
 
 
 class _Turns:
-    def __init__(self, size: int, turn: int) -> None:
+    def __init__(self, rows: _Rows, turn: int) -> None:
+        size = len(rows.fleet.names)
         self.turns = -((np.arange(size, dtype=np.float64) - turn) % max(1, size))
+        self.turn = rows.column(self.turns)
         self.last = float(size)
 
     def scores(self, context: int, fresh: bool) -> Floats:  # noqa: ARG002
         return self.turns.copy()
 
     def score(self, row: int, context: int, fresh: bool) -> float:  # noqa: ARG002
-        return float(self.turns[row])
+        return self.turn[row]
 
     def least(self, context: int) -> float:  # noqa: ARG002
         return -inf
@@ -162,18 +196,20 @@ class _Turns:
         return np.full(len(self.turns), inf)
 
     def placed(self, row: int, context: int) -> None:  # noqa: ARG002
-        self.turns[row] = -self.last
+        self.turn[row] = -self.last
         self.last += 1.0
 
 
 class _Level:
     """Trajectories that the same instances may take: those started with one version, or the fresh ones."""
 
-    __slots__ = ("end", "failed", "shut")
+    __slots__ = ("closed", "end", "failed", "shut")
 
     def __init__(self, shut: Bools, end: int) -> None:
         self.shut = shut
         """Instances that may not take them, whatever their context."""
+        self.closed = shut.data
+        """The same memory, for one instance."""
         self.end = end
         """Where they end in the queue."""
         self.failed: float = inf
@@ -183,9 +219,10 @@ class _Level:
 class _Filling:
     """One call: the fleet as it fills up, the room as it is used up, the routes so far."""
 
-    def __init__(self, situation: Situation, fleet: Fleet, headroom: int, rule: _Rule) -> None:
+    def __init__(self, situation: Situation, rows: _Rows, headroom: int, rule: _Rule) -> None:
+        self.fleet = fleet = rows.fleet
         self.queue = situation.queue if fleet.names else []
-        self.fleet, self.headroom, self.rule = fleet, headroom, rule
+        self.rows, self.headroom, self.rule = rows, headroom, rule
         self.room = dict(situation.room)
         self.reserved: dict[str, int] = {}
         """The version that this call starts a fresh group with."""
@@ -193,14 +230,14 @@ class _Filling:
         self.claimed = False
         self.levels: dict[int | None, _Level] = {}
         self.routes: list[Route] = []
-        self._scored: tuple[_Level, int, tuple[Floats, float]] | None = None
+        self._scored: tuple[_Level, int, tuple[list[float] | Floats, float]] | None = None
 
     def run(self) -> list[Route]:
         at = 0
         while at < len(self.queue):
             item = self.queue[at]
             version = self.reserved.get(item.group) if item.version is None else item.version
-            level = self._level(version)
+            level = self.levels.get(version) or self._level(version)
             if item.context < level.failed and self._place(item, version, level):
                 at += 1
             else:
@@ -208,68 +245,83 @@ class _Filling:
         return self.routes
 
     def _level(self, version: int | None) -> _Level:
-        level = self.levels.get(version)
-        if level is None:
-            if version is None:
-                open_to_fresh = [held for held, room in self.room.items() if room > 0]
-                shut, end = ~np.isin(self.fleet.version, open_to_fresh), len(self.queue)
-            else:
-                shut, end = self.fleet.version < version, bisect_right(self.queue, version, key=_level)
-            level = self.levels[version] = _Level(shut | self.closed, end)
+        if version is None:
+            shut, end = self.closed.copy(), len(self.queue)
+            for held in set(self.rows.version):
+                if self.room.get(held, 0) <= 0:
+                    shut |= self.fleet.version == held
+        else:
+            shut = self.closed | (self.fleet.version < version)
+            end = bisect_right(self.queue, version, key=_level)
+        level = self.levels[version] = _Level(shut, end)
         return level
 
     def _place(self, item: Queued, version: int | None, level: _Level) -> bool:
-        context = item.context
-        scores, least = self._scores(level, context)
-        row = int(scores.argmax())
-        best = float(scores[row])
-        if best == -inf:
+        context, fresh = item.context, version is None
+        scores, least = self._scores(level, context, fresh)
+        row = scores.index(max(scores)) if isinstance(scores, list) else int(scores.argmax())
+        if scores[row] == -inf:
             self._refuse(version, level, context)
             return False
-        self.fleet.place(row, context, self.headroom)
+        rows = self.rows
+        rows.place(row, context, self.headroom)
         self.rule.placed(row, context)
-        if self.fleet.running[row] >= self.fleet.max_running[row]:
+        if rows.running[row] >= rows.max_running[row]:
             self._close(row)
-        fits = not level.shut[row] and self.fleet.kv_free[row] >= context + self.headroom
-        again = self.rule.score(row, context, level is self.levels.get(None)) if fits else -inf
-        scores[row] = again if again >= least * self.fleet.speed[row] else -inf
-        target = int(self.fleet.version[row])
-        if version is None:
+        scores[row] = self._score(row, context, level, least, fresh)
+        target = rows.version[row]
+        if fresh:
             self._start(item.group, target, level)
         self.routes.append(Route(item.trajectory, item.group, self.fleet.names[row], target))
         return True
 
-    def _scores(self, level: _Level, context: int) -> tuple[Floats, float]:
-        """For every row, -inf where it cannot go; and the least score that is enough.
+    def _score(self, row: int, context: int, level: _Level, least: float, fresh: bool) -> float:
+        """-inf where it cannot go, or where it is not worth it for an instance of that speed."""
+        if level.closed[row] or self.rows.kv_free[row] < context + self.headroom:
+            return -inf
+        score = self.rule.score(row, context, fresh)
+        return score if score >= least * self.rows.speed[row] else -inf
+
+    def _scores(self, level: _Level, context: int, fresh: bool) -> tuple[list[float] | Floats, float]:
+        """For every row; and the least score that is enough.
 
         Kept for the next trajectory, because members of a group often have the same context.
         """
         if self._scored is not None and self._scored[0] is level and self._scored[1] == context:
             return self._scored[2]
-        fresh = level is self.levels.get(None)
-        scores = self.rule.scores(context, fresh)
-        np.putmask(scores, level.shut, -inf)
-        np.putmask(scores, self.fleet.kv_free < context + self.headroom, -inf)
         least = self.rule.least(context) if fresh else -inf
-        if least > -inf:
-            np.putmask(scores, scores < least * self.fleet.speed, -inf)  # worth it for an instance of that speed
+        if self.rows.few:
+            scores = [self._score(row, context, level, least, fresh) for row in range(len(self.fleet.names))]
+        else:
+            scores = self.rule.scores(context, fresh)
+            np.putmask(scores, level.shut, -inf)
+            np.putmask(scores, self.fleet.kv_free < context + self.headroom, -inf)
+            if least > -inf:
+                np.putmask(scores, scores < least * self.fleet.speed, -inf)
         self._scored = level, context, (scores, least)
         return self._scored[2]
 
     def _refuse(self, version: int | None, level: _Level, context: int) -> None:
         if version is not None and not self.claimed:
             self._claim(version)
-        longest = np.asarray(self.fleet.kv_free - self.headroom, dtype=np.float64)
-        if version is None:
-            longest = np.minimum(self.rule.longest(), longest)
-        longest = longest[~level.shut]
-        level.failed = min(context, max(0.0, float(longest.max(initial=-inf)) + 1))
+        if self.rows.few:
+            longest = (
+                max(
+                    (free for free, shut in zip(self.rows.kv_free, level.closed, strict=True) if not shut), default=-inf
+                )
+                - self.headroom
+            )
+        else:
+            memory = np.asarray(self.fleet.kv_free - self.headroom, dtype=np.float64)
+            possible = memory if version is not None else np.minimum(self.rule.longest(), memory)
+            longest = float(possible[~level.shut].max(initial=-inf))
+        level.failed = min(context, max(0.0, longest + 1))
 
     def _claim(self, version: int) -> None:
-        eligible = np.flatnonzero(self.fleet.alive & (self.fleet.version >= version))
-        if len(eligible):
+        eligible = np.flatnonzero(self.fleet.alive & (self.fleet.version >= version)).tolist()
+        if eligible:
             self.claimed = True
-            self._close(int(eligible[self.fleet.kv_free[eligible].argmax()]))
+            self._close(max(eligible, key=self.rows.kv_free.__getitem__))
             self._scored = None
 
     def _close(self, row: int) -> None:

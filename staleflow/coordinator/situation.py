@@ -184,6 +184,8 @@ class Situation:
     """Since when the open step has had nothing else to wait for than the blockers."""
     turn: int = 0
     """Trajectories routed so far: where round robin continues."""
+    mu: float | None = None
+    """Waterfall: the least marginal gain that fits the run's own lengths; None: the configured one."""
 
     @property
     def reserved(self) -> int:

@@ -23,6 +23,7 @@ from math import inf
 
 import numpy as np
 
+from staleflow.coordinator.crowding import least_gain
 from staleflow.coordinator.situation import Bools, Floats, Ints, Pull, Situation
 from staleflow.coordinator.strategies import SYNCHRONISATION, Strategies
 
@@ -121,7 +122,7 @@ def _acceptable(situation: Situation, strategies: Strategies, rows: Ints, contex
     most = np.where(fleet.waiting[rows] > 0, 0, np.maximum(0, most))
     if strategies.routing != "waterfall":
         return most
-    least = strategies.mu / cost.step_times(np.ones(len(rows)), context)
+    least = least_gain(situation, strategies) / cost.step_times(np.ones(len(rows)), context)
     low = np.zeros_like(most)
     while (low < most).any():  # the marginal gain falls with every trajectory: bisect for the last that is enough
         middle = (low + most + 1) // 2

@@ -1,6 +1,6 @@
-"""What servers and the control plane ask of a ledger.
+"""The ledger as servers and the control plane use it.
 
-``StalenessLedger`` is the one that ships. Policies of other systems put theirs in its place, to be compared with.
+``StalenessLedger`` is the one that ships. For comparison, policies of other systems put theirs in its place.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from staleflow.types import Batch, LedgerCounts, StepView
 
 
 class Ledger(Protocol):
-    """See ``StalenessLedger`` for what each means there."""
+    """``StalenessLedger`` documents each call."""
 
     batch_size: int
     max_staleness: int

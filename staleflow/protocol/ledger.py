@@ -10,7 +10,7 @@ promises, whatever finishes when, fails or is filtered:
 4. once every group in flight has finished or was released, the open step can be filled;
 5. with ``max_staleness = 0`` nothing is admitted between the start of a step and its commit.
 
-Life of a group, with the calls that move it::
+The states of a group, and the calls that change them::
 
     reserve -> in flight -> occupy -> complete -> take / consume -> leased -> commit
                    |                     |  ^                          |
@@ -35,11 +35,11 @@ from typing import Any, get_args
 
 from staleflow.errors import StaleFlowError
 from staleflow.protocol.layout import lay_out
-from staleflow.protocol.schedule import Group, GroupState, Schedule
+from staleflow.protocol.schedule import GroupState, LiveGroup, Schedule
 from staleflow.types import Batch, LedgerCounts, StepView
 
 REDUNDANT = "redundant"
-"""The reason under which the ledger itself releases groups, and only with redundancy."""
+"""The reason for which the ledger itself releases groups, only with redundancy."""
 
 
 class LedgerError(StaleFlowError, ValueError):
@@ -59,9 +59,9 @@ class StalenessLedger:
         self.version = 0
         """Completed updates; the newest version that a group may be reserved with."""
         self._schedule = Schedule(batch_size, redundancy, horizon=max_staleness + 1)
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, LiveGroup] = {}
         """All live groups; those that are not leased are in the schedule too."""
-        self._leased: list[Group] = []
+        self._leased: list[LiveGroup] = []
         self._order = 0
         self._committed = 0
         self._released: dict[str, int] = {}
@@ -86,7 +86,7 @@ class StalenessLedger:
         if not self._room(deadline):
             return False
         self._order += 1
-        self._groups[group] = entry = Group(group, deadline, self._order)
+        self._groups[group] = entry = LiveGroup(group, deadline, self._order)
         self._schedule.add(entry)
         return True
 
@@ -160,10 +160,10 @@ class StalenessLedger:
         return not self._full and not self._schedule.missing() and not self._schedule.blocked()
 
     def consume(self, rank: Callable[[str], float] | None = None) -> Batch:
-        """Take the rest of step ``frontier``, and give up the fewest groups that redundancy admitted too many.
+        """Take the rest of step ``frontier``, and give up the fewest surplus groups that redundancy admitted.
 
         Groups in flight are given up first, lowest ``rank(group)`` first (tokens generated, say), among equals the
-        latest reserved; complete groups for which no step has a place any more, last.
+        latest reserved; then complete groups for which no step has a place.
         """
         if not self.ready():
             raise LedgerError(self._why_not_ready())
@@ -238,7 +238,7 @@ class StalenessLedger:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> StalenessLedger:
-        """The ledger that ``to_state`` described. Refuses data that describes no possible ledger."""
+        """The ledger that ``to_state`` described. Refuses data that cannot describe a ledger."""
         try:
             ledger = cls(state["batch_size"], state["max_staleness"], state["redundancy"])
             ledger._load(state)
@@ -254,7 +254,7 @@ class StalenessLedger:
             if name in self._groups or held not in get_args(GroupState):
                 raise LedgerError(f"group {name!r} is listed twice, or its state {held!r} is unknown")
             self._order += 1
-            self._groups[name] = Group(name, self._deadline(version, name), self._order, held)
+            self._groups[name] = LiveGroup(name, self._deadline(version, name), self._order, held)
         self._leased = [entry for entry in self._groups.values() if entry.state == "leased"]
         self._schedule.resume(self.version, self.taken)
         for entry in self._groups.values():
@@ -282,7 +282,7 @@ class StalenessLedger:
     def _room(self, deadline: int) -> int:
         return self._schedule.free(deadline) if deadline >= self._schedule.frontier else 0
 
-    def _find(self, group: str, call: str, *states: GroupState) -> Group:
+    def _find(self, group: str, call: str, *states: GroupState) -> LiveGroup:
         entry = self._groups.get(group)
         if entry is None:
             raise LedgerError(f"{call}: group {group!r} is not live; reserve it first")
@@ -291,7 +291,7 @@ class StalenessLedger:
             raise LedgerError(f"{call}: group {group!r} is {entry.state}; {fix}")
         return entry
 
-    def _move(self, entry: Group, deadline: int) -> None:
+    def _move(self, entry: LiveGroup, deadline: int) -> None:
         self._schedule.remove(entry)
         entry.deadline = deadline
         self._schedule.add(entry)
@@ -316,9 +316,9 @@ def _check(name: str, value: Any, least: int) -> int:
     return value
 
 
-def _by_order(entry: Group) -> int:
+def _by_order(entry: LiveGroup) -> int:
     return entry.order
 
 
-def _names(entries: Iterable[Group]) -> list[str]:
+def _names(entries: Iterable[LiveGroup]) -> list[str]:
     return [entry.name for entry in entries]

@@ -22,7 +22,7 @@ from typing import Literal
 GroupState = Literal["in flight", "complete", "leased"]
 
 
-class Group:
+class LiveGroup:
     """One live group. ``order`` counts reservations while it is in flight, and completions from then on."""
 
     __slots__ = ("deadline", "name", "order", "state")
@@ -44,11 +44,11 @@ class Schedule:
         """Places of the open step that are leased."""
         self.size = 0
         """Groups in the schedule."""
-        self.in_flight: list[set[Group]] = [set() for _ in range(horizon)]
-        self.complete: list[OrderedDict[int, Group]] = [OrderedDict() for _ in range(horizon)]
+        self.in_flight: list[set[LiveGroup]] = [set() for _ in range(horizon)]
+        self.complete: list[OrderedDict[int, LiveGroup]] = [OrderedDict() for _ in range(horizon)]
         """By ``order``, in that order."""
 
-    def add(self, group: Group) -> None:
+    def add(self, group: LiveGroup) -> None:
         """Put the group in; a complete one behind the others of its deadline."""
         index = group.deadline - self.frontier
         if group.state == "complete":
@@ -57,7 +57,7 @@ class Schedule:
             self.in_flight[index].add(group)
         self.size += 1
 
-    def remove(self, group: Group) -> None:
+    def remove(self, group: LiveGroup) -> None:
         index = group.deadline - self.frontier
         if group.state == "complete":
             del self.complete[index][group.order]
@@ -80,13 +80,13 @@ class Schedule:
         return least
 
     def missing(self) -> int:
-        """Completions that the open step still lacks."""
+        """How many complete groups the open step still lacks."""
         return max(0, self.batch_size - self.taken - sum(map(len, self.complete)))
 
     def blocked(self) -> int:
         """How many deadlines, from the frontier on, hold the groups in flight that the open step waits for.
 
-        Later steps have ``places * i`` places up to deadline ``i``. What does not fit there must finish now, but for
+        Later steps have ``places * i`` places up to deadline ``i``. What does not fit there must finish now, except
         ``redundancy`` groups that may be given up: any of the groups due by then, unless earlier ones suffice.
         """
         blocked, most = 0, self.redundancy
@@ -120,15 +120,15 @@ class Schedule:
                 break
         return count
 
-    def surplus(self, rank: Callable[[str], float]) -> list[Group]:
+    def surplus(self, rank: Callable[[str], float]) -> list[LiveGroup]:
         """The fewest groups whose release makes the rest schedulable once the open step is filled.
 
-        Up to each deadline, tightest first, the best candidates due by then: the pools are nested, so that is optimal
-        for any ranking. The scan is paid for by the step, which trains one in ``horizon`` of the groups it looks at.
+        Up to each deadline, earliest first, the best candidates due by then: the pools are nested, so that is optimal
+        for any ranking. The scan costs O(live groups) per step, which trains about one in ``horizon`` of them.
         """
         missing = self.batch_size - self.taken
-        surplus: list[Group] = []
-        pool: list[tuple[bool, float, int, Group]] = []
+        surplus: list[LiveGroup] = []
+        pool: list[tuple[bool, float, int, LiveGroup]] = []
         excess = self.excess()
         for index, rest in enumerate(self._rests()):
             if len(surplus) == excess:
@@ -143,9 +143,9 @@ class Schedule:
                 surplus.append(heappop(pool)[-1])
         return surplus
 
-    def lease(self, count: int) -> list[Group]:
+    def lease(self, count: int) -> list[LiveGroup]:
         """Hand the ``count`` complete groups with the earliest deadlines to the open step; a full step is closed."""
-        leased: list[Group] = []
+        leased: list[LiveGroup] = []
         for complete in self.complete:
             for _ in range(min(len(complete), count - len(leased))):
                 group = complete.popitem(last=False)[1]
@@ -160,7 +160,7 @@ class Schedule:
             self.taken = 0
         return leased
 
-    def unlease(self, step: int, groups: list[Group]) -> None:
+    def unlease(self, step: int, groups: list[LiveGroup]) -> None:
         """Undo all leases of ``step``. They were complete before those that stayed, so they go in front."""
         if self.frontier > step:
             self._shift(-1)

@@ -1,8 +1,8 @@
-"""What reward workers see of the environment: what programs need to run, and of everything else what is named.
+"""The environment variables that reward workers see: what programs need to run, and what is named.
 
     environment(("OPENAI_API_KEY",))        # PATH, HOME, PYTHONPATH, ... and OPENAI_API_KEY
 
-A reward function runs code that judges what a model wrote, so keys and tokens of the user are not its business unless
+A reward function runs code that judges what a model wrote, so it does not see the user's keys and tokens unless
 ``reward.environment`` names them.
 """
 
@@ -18,11 +18,11 @@ PASSED = re.compile(
     r"|(?:http|https|no|all)_proxy|(?:HTTP|HTTPS|NO|ALL)_PROXY|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE"
 )
 SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|API_?KEY|AUTH|PRIVATE")
-"""Not passed, whatever their names begin with: HF_TOKEN."""
+"""Never passed unless named, such as HF_TOKEN."""
 
 
 def environment(named: Sequence[str], given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """For a reward worker, out of ``given`` or of this process's own."""
+    """The variables for a reward worker, from ``given`` or from this process."""
     given = os.environ if given is None else given
     if missing := [name for name in named if name not in given]:
         raise RewardError(f"reward.environment names {missing[0]}, which is not set: export it, or leave it out")
@@ -31,6 +31,6 @@ def environment(named: Sequence[str], given: Mapping[str, str] | None = None) ->
 
 
 def see_only(named: Sequence[str]) -> None:
-    """This process, too, sees no more from now on."""
+    """Remove all other variables from this process."""
     for name in os.environ.keys() - environment(named).keys():
         del os.environ[name]

@@ -1,12 +1,12 @@
-"""What a reward function is, and how the one that a run names is found and called.
+"""What a reward function is, and how the configured one is loaded and called.
 
 A reward function takes the problem and the response and returns a number; it may be ``async``::
 
     def reward(problem: Problem, response: Response) -> float:
         return float(response.text.strip() == problem.facts["answer"])
 
-``reward.function=my_module:reward`` in the configuration names it, and ``reward.arguments`` are given to it by name.
-The built-in ones are in ``verifiers.py``. What is not a finite number is a failure with a reason, never a zero::
+``reward.function=my_module:reward`` names it, and ``reward.arguments`` are passed to it by name. The built-in ones are
+in ``verifiers.py``. A result that is not a finite number is a failure with a reason, never a zero::
 
     score = load_reward(Reward("exact-match"))
     value = checked(score(problem, Response("42", (7, 9))))
@@ -23,7 +23,7 @@ from staleflow.reward.options import REWARDS, Reward
 from staleflow.tasks.task import Problem
 
 BAD_REWARD = "the reward is "
-"""How an answer begins that says: the function returns something that cannot be a reward."""
+"""Prefix of the failures of a function that returns something other than a finite number."""
 
 
 class Response(NamedTuple):
@@ -32,23 +32,23 @@ class Response(NamedTuple):
 
 
 Score = Callable[[Problem, Response], float | Awaitable[float]]
-"""A reward function whose arguments, if it has any, are given."""
+"""A reward function whose further arguments, if any, are bound."""
 
 
 class RewardError(StaleFlowError, ValueError):
-    """A reward that cannot be used, in one line with the fix."""
+    """A reward cannot be loaded or used; the message is one line with the fix."""
 
 
 def load_reward(options: Reward) -> Score:
-    """The function that the options name. The address and the time limit are for those that ask over the network."""
+    """The configured function. Built-in ones that call a service get the address and the time limit."""
     REWARDS.check(options.function, options.arguments)
     asked = {"address": options.function, "timeout_s": options.timeout_s}
     built_in = REWARDS.key(options.function) is not None
     return REWARDS.bound(options.function, asked if built_in else {}, options.arguments)
 
 
-def called(reward: Score, problem: Problem, response: Response, runner: asyncio.Runner) -> float:
-    """The reward of a response, also where the function is ``async``. Raises whatever the function does."""
+def reward_of(reward: Score, problem: Problem, response: Response, runner: asyncio.Runner) -> float:
+    """The reward of a response; the function may be ``async``. Raises whatever the function raises."""
 
     async def awaited(value: Awaitable[object]) -> object:
         return await value
@@ -58,7 +58,7 @@ def called(reward: Score, problem: Problem, response: Response, runner: asyncio.
 
 
 def checked(value: Any) -> float:
-    """The reward as a float, or an error that says what is wrong with it."""
+    """The reward as a float; ``RewardError`` if it is not a finite number."""
     if hasattr(value, "item"):  # a scalar of numpy or torch
         try:
             value = value.item()

@@ -33,15 +33,15 @@ class Reward(Section):
     """``adder``, ``exact-match``, ``last-number``, ``math-verify``, ``reasoning-gym``, ``module:function``, or the
     http(s) address of a service."""
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Given to ``module:function``."""
+    """Passed to ``module:function``."""
     workers: Count = 1
-    """Processes that score."""
+    """Processes that score responses."""
     timeout_s: Positive = 10.0
-    """For one response."""
+    """Time limit for one response."""
     tries: Count = 3
-    """After this many failures the group is released, with the reason, and replaced."""
+    """After this many failures for a response, its group is released with the reason, and replaced."""
     environment: tuple[str, ...] = ()
-    """Names of environment variables that its workers see, such as a key, beyond what programs need to run."""
+    """Names of further environment variables that its workers see, such as an API key."""
 
     def contradictions(self) -> Iterator[str]:
         if self.function in HTTP:

@@ -1,13 +1,13 @@
 """A bounded pool of reward workers, each a process of its own.
 
-Every response that is submitted is answered once, by ``on_reward(name, reward)`` or ``on_failure(name, why)``, in the
-event loop that started the pool. A worker that does not answer within ``timeout_s`` is killed with everything it
-started, one that dies is replaced; either costs the response it was busy with one failure, and no other response
-anything. Asking again is the control plane's business (``runtime/scoring.py``)::
+Every submitted response is answered once, by ``on_reward(name, reward)`` or ``on_failure(name, why)``, in the event
+loop that started the pool. A worker that does not answer within ``timeout_s`` is killed with everything it started, one
+that dies is replaced; either is one failure for the response it was busy with, and affects no other response. Retries
+are up to the control plane (``runtime/scoring.py``)::
 
     pool = RewardPool(Reward("my_module:reward", workers=2), on_reward, on_failure, decoder="tokenizer.json")
     await pool.start()                              # RewardError if the function cannot be loaded
-    pool.submit("p0/0", problem, tokens)            # the worker makes text of them
+    pool.submit("p0/0", problem, tokens)            # the worker decodes them
     await pool.close()
 """
 
@@ -32,11 +32,9 @@ from staleflow.tasks.task import Problem
 MOST_AHEAD = 32
 """Responses that are sent to one worker before it has answered the first."""
 MOST_BYTES_AHEAD = 1 << 24
-"""Beyond this, no more are added: rows may be large."""
-
-
+"""Beyond this no more are added to a message: rows may be large."""
 START_TIMEOUT_S = 60.0
-"""For a worker to import the reward function."""
+"""Time limit for a worker to import the reward function."""
 
 
 class RewardPool:
@@ -48,7 +46,7 @@ class RewardPool:
         stderr: int | IO[bytes] | None = None,
         decoder: str = "",
     ) -> None:
-        """``decoder``: what makes text of tokens in the workers (``load_decoder`` in worker.py); "" if nothing does."""
+        """``decoder``: how workers decode tokens (``load_decoder`` in worker.py); "" if they do not."""
         self.options = options
         self.replaced = 0
         """Workers that were killed or died."""
@@ -61,9 +59,9 @@ class RewardPool:
         self._queue: deque[Due] = deque()
         self._idle: list[Worker] = []
         self._workers: set[Worker] = set()
-        """All that live or are being started; no more than there may be."""
+        """All workers that are running or being started, at most ``options.workers``."""
         self._changes: set[asyncio.Task[None]] = set()
-        """Workers that are being started or ended."""
+        """Tasks that start or end a worker."""
         self._dispatching = False
 
     @property
@@ -72,12 +70,12 @@ class RewardPool:
         return len(self._asked)
 
     async def start(self) -> None:
-        """Start one worker, so that a function that cannot be loaded is known at once; the others as needed."""
+        """Start one worker, to learn at once if the function cannot be loaded; the others start as needed."""
         await self._start(self._new())
 
     def submit(self, name: str, problem: Problem, tokens: bytes = b"", text: str = "") -> None:
         """Score the response with these tokens (little-endian int32). Where workers have no decoder, ``text`` is its
-        text. A name that is asked for already is not asked for twice."""
+        text. A name that is pending already is ignored."""
         if name in self._asked:
             return
         job = self._asked[name] = Job(next(self._numbers), problem.prompt, dict(problem.facts), tokens, text)
@@ -94,7 +92,7 @@ class RewardPool:
         self._workers.clear()
         self._idle.clear()
 
-    # Workers tell
+    # What workers report
 
     def answered(self, due: Due, answer: Answer) -> None:
         name, job = due
@@ -106,8 +104,8 @@ class RewardPool:
                 self._on_failure(name, answer.why or "the reward worker gave no reason")
             else:
                 self._on_reward(name, answer.reward)
-        except Exception as error:  # of the listener: it must not stop the worker
-            context = {"message": f"the answer for {name} was not heard", "exception": error}
+        except Exception as error:  # the callback must not stop the worker
+            context = {"message": f"the callback for the reward of {name} failed", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)
 
     def idle(self, worker: Worker) -> None:
@@ -121,7 +119,7 @@ class RewardPool:
     # Within
 
     def _soon(self) -> None:
-        """What is submitted in one go is sent in one go."""
+        """Dispatch later in this turn of the event loop, so that responses submitted together are sent together."""
         if not self._dispatching:
             self._dispatching = True
             asyncio.get_running_loop().call_soon(self._dispatch)
@@ -142,14 +140,14 @@ class RewardPool:
                 self._give_up(self._next(), f"no reward worker could be started ({error})")
 
     def _next(self) -> deque[Due]:
-        """The next responses for one worker: its share of those that wait, so that they cost one system call."""
+        """The next responses for one worker: its share of those that wait, to be sent in one system call."""
         most = min(MOST_AHEAD, 1 + (len(self._queue) - 1) // self.options.workers)
         taken = [self._queue.popleft() for _ in range(most)]
         return deque(each for each in taken if self._asked.get(each.name) is each.job)
 
     def _frame(self, due: deque[Due]) -> bytes:
-        """Their jobs, one message each. What cannot be sent is answered here and is no longer due, and what would make
-        too much for one go waits for the next."""
+        """Their jobs, one message each. A job that cannot be sent fails here and leaves ``due``; jobs beyond
+        ``MOST_BYTES_AHEAD`` go back to the queue."""
         frames: list[bytes] = []
         size = 0
         for each in list(due):
@@ -170,7 +168,7 @@ class RewardPool:
         return b"".join(frames)
 
     def _give_up(self, due: deque[Due], why: str) -> None:
-        """The first of them has failed; the others were only waiting behind it."""
+        """The first of them has failed; the others were waiting behind it and are queued again."""
         if due:
             failed = due.popleft()
             self.answered(failed, Answer(failed.job.number, why=why))
@@ -200,7 +198,7 @@ class RewardPool:
         self.idle(worker)
 
     async def _add(self, worker: Worker) -> None:
-        """One more worker. If there cannot be one, the first response that waits for it has failed."""
+        """Start one more worker. If that fails, so does the first response that waits for it."""
         try:
             await self._start(worker)
         except RewardError as error:
@@ -215,7 +213,7 @@ class RewardPool:
 
 
 class PoolPort:
-    """The pool as the control plane's ``RewardPort``: looks up what a trajectory is made of and submits it."""
+    """The pool as the control plane's ``RewardPort``: looks up a trajectory's problem and tokens and submits them."""
 
     def __init__(self, pool: RewardPool, problem: Callable[[int], Problem], tokens: Callable[[str], bytes]) -> None:
         """``tokens``: the token ids of a trajectory, by name, as little-endian int32."""

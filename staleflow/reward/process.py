@@ -1,12 +1,12 @@
 """One reward worker, as the pool sees it: start, a batch of jobs, its answers in order, and how it ends.
 
-The event loop is woken up for batches, not for responses: a batch goes out in one system call; all answers that are
-there ``GATHER_S`` later, or when the pool has more to send, are read in one; and only where there are none (a slow
-reward) the socket is watched. One timer watches over the job that the worker is busy with. ::
+The event loop is woken up for batches, not for responses: a batch is sent in one system call; all answers that are
+there ``GATHER_S`` later, or when the pool has more to send, are read in one; the socket is watched only if there are
+none (a slow reward). One timer limits the time of the job that the worker is busy with. ::
 
     worker = Worker(command, stderr, timeout_s=10, listener=pool)
     await worker.ready(timeout_s=60)            # RewardError if it cannot be
-    worker.give(due, frame)                     # the listener hears of each answer, then that it is idle, or lost
+    worker.give(due, frame)                     # the listener gets each answer, then ``idle`` or ``lost``
     await worker.end()
 """
 
@@ -27,9 +27,9 @@ from staleflow.reward.function import RewardError
 from staleflow.reward.wire import Answer, Job, answers
 
 GATHER_S = 0.025
-"""Answers may wait so long for the next ones."""
+"""How long an answer may wait for the next ones."""
 LAST_WORDS_S = 2.0
-"""How long one whose output has ended may take to end itself."""
+"""How long a worker whose output has ended may take to exit."""
 PIECE = 1 << 18
 
 
@@ -41,18 +41,18 @@ class Due(NamedTuple):
 
 
 class WorkerLostError(Exception):
-    """The worker is of no use any more."""
+    """The worker died, or answered nonsense."""
 
 
 class Listener(Protocol):
     def answered(self, due: Due, answer: Answer) -> None: ...
 
     def idle(self, worker: Worker) -> None:
-        """Everything that it was given is answered."""
+        """The worker has answered everything that it was given."""
         ...
 
     def lost(self, worker: Worker, why: str) -> None:
-        """It is of no use any more. It was busy with the first of what it has still ``due``."""
+        """The worker can no longer be used. It was busy with the first job that is still ``due``."""
         ...
 
 
@@ -65,18 +65,18 @@ class Worker:
         listener: Listener,
         named: Sequence[str] = (),
     ) -> None:
-        """``named``: what it sees of the environment beyond what programs need to run."""
+        """``named``: further environment variables that it sees."""
         self.due: deque[Due] = deque()
-        """What it has not answered, in the order of the answers."""
+        """Jobs that it has not answered, in order."""
         self._loop = asyncio.get_running_loop()
         self._timeout_s = timeout_s
         self._listener = listener
         self._frames = answers()
         self._ready: asyncio.Future[str] = self._loop.create_future()
-        """Why it cannot be, or nothing."""
+        """Resolved when the worker is ready (empty), or with the reason why it is not."""
         self._unsent = b""
         self._stuck = False
-        """Whether the rest of a batch waits until it has read some."""
+        """Whether the rest of a batch waits until the worker has read some."""
         self._watched = False
         """Whether the event loop watches for answers."""
         self._closed = False
@@ -97,7 +97,7 @@ class Worker:
         self._watch()
 
     async def ready(self, timeout_s: float) -> None:
-        """Until it has loaded everything. ``RewardError``: it cannot."""
+        """Wait until it has loaded everything; ``RewardError`` if it cannot."""
         try:
             async with asyncio.timeout(timeout_s):
                 why = await self._ready
@@ -109,7 +109,7 @@ class Worker:
             raise RewardError(why)
 
     def give(self, due: deque[Due], frame: bytes) -> None:
-        """Score these; ``frame`` has their jobs."""
+        """Score these responses; ``frame`` has their jobs."""
         self.due = due
         self._busy_since = self._loop.time()
         self._unsent = frame
@@ -119,13 +119,13 @@ class Worker:
             self._timer = self._loop.call_at(self._busy_since + self._timeout_s, self._overdue)
 
     def look(self) -> None:
-        """Hear now what it has answered, if that was to be heard in a moment."""
+        """Read its answers now instead of at the end of ``GATHER_S``."""
         if self._looking is not None:
             self._looking.cancel()
             self._look()
 
     async def last_words(self) -> str:
-        """How it ended, once its output has."""
+        """How it ended, once its output has ended."""
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, LAST_WORDS_S)
         return f"the reward worker ended with exit code {self._process.returncode}"
@@ -140,7 +140,7 @@ class Worker:
     # What it says
 
     def _look(self) -> None:
-        """Hear what has come. If nothing has, wait for it."""
+        """Read the answers that are there; if there are none, watch the socket."""
         self._looking = None
         try:
             data = self._socket.recv(PIECE)
@@ -176,7 +176,7 @@ class Worker:
             self._ready.set_result(answer.why)
             return
         if not self.due or answer.number != self.due[0].job.number:
-            raise ValueError(f"number {answer.number}, which it was not asked")
+            raise ValueError(f"number {answer.number}, which it was not sent")
         self._listener.answered(self.due.popleft(), answer)
 
     def _watch(self) -> None:
@@ -201,7 +201,7 @@ class Worker:
     # Within
 
     def _overdue(self) -> None:
-        """One timer for all jobs: it looks how long the present one has taken."""
+        """One timer for all jobs: checks how long the current one has taken."""
         self._timer = None
         if not self.due or self._closed:
             return

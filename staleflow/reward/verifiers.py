@@ -1,4 +1,4 @@
-"""The built-in rewards: 1 for a right answer and 0 for a wrong one, unless the service behind them says otherwise.
+"""The built-in rewards: 1 for a right answer and 0 for a wrong one, unless a service decides otherwise.
 
 ``exact-match`` compares the stripped text with ``facts["answer"]``; ``last-number`` the last number of both (GSM8K,
 word problems); ``adder`` is the embedded task's own verifier; ``math-verify`` compares as mathematics;
@@ -26,7 +26,7 @@ from staleflow.tasks.task import Problem
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?", re.ASCII)
 ADDER = Adder()
 MOST_BYTES = 1_000_000
-"""An answer of a reward service that is longer is no reward."""
+"""A longer answer of a reward service is refused."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -87,7 +87,7 @@ async def http_service(problem: Problem, response: Response, *, address: str, ti
             raise RewardError(f"reward service {address} did not answer: {getattr(error, 'reason', error)}") from None
         return _reward_in(content, address)
 
-    # urllib's limit is per read; a service that trickles is stopped by this one. The thread ends by itself.
+    # urllib's limit is per read; this one stops a service that trickles. The thread ends by itself.
     try:
         return await asyncio.wait_for(asyncio.to_thread(ask), timeout_s)
     except TimeoutError:

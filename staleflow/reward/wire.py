@@ -1,4 +1,4 @@
-"""What the pool and its workers say to each other: MessagePack behind its length, nothing that could run code.
+"""The messages between the pool and its workers: MessagePack with a length prefix, nothing that could run code.
 
 frame = pack([Job(7, "2 + 2", {"answer": "4"}, tokens=b"", text="4")])
 for batch in jobs().feed(frame): ...
@@ -20,13 +20,13 @@ class Job(msgspec.Struct, array_like=True):
     prompt: str | tuple[int, ...]
     facts: dict[str, Any]
     tokens: bytes
-    """Of the response: little-endian int32."""
+    """The response's tokens, little-endian int32."""
     text: str
-    """Of the response, for workers that have no decoder."""
+    """The response's text, for workers that have no decoder."""
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """``READY`` as the number: the worker is ready, or cannot be and says why."""
+    """With the number ``READY``: the worker is ready, or ``why`` it is not."""
 
     number: int
     reward: float | None = None

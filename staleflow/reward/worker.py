@@ -1,8 +1,8 @@
 """A reward worker: ``python -m staleflow.reward.worker OPTIONS DECODER``; jobs on standard input, answers on output.
 
-One job at a time; every job is answered at once, with a reward or with why there is none. What the reward function
-prints goes to standard error, so that it cannot be taken for an answer. When the pool is gone, so is the worker, even
-if the reward function never returns::
+One job at a time; every job is answered at once, with a reward or with the reason why there is none. What the reward
+function prints goes to standard error, so that it cannot be taken for an answer. When the pool ends, so does the
+worker, even if the reward function never returns::
 
     process = subprocess.Popen([sys.executable, "-m", "staleflow.reward.worker", options, ""], ...)
     process.stdin.write(pack([job]))
@@ -20,7 +20,7 @@ from threading import Thread
 import msgspec
 
 from staleflow.errors import StaleFlowError
-from staleflow.reward.function import Response, RewardError, Score, called, load_reward
+from staleflow.reward.function import Response, RewardError, Score, load_reward, reward_of
 from staleflow.reward.options import Reward
 from staleflow.reward.wire import READY, Answer, Job, pack
 from staleflow.reward.wire import jobs as job_frames
@@ -34,7 +34,7 @@ Decode = Callable[[Sequence[int]], str]
 def main(options: str, decoder: str) -> None:
     """``options``: the section ``reward``, as JSON."""
     jobs_in, answers = os.dup(0), os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that what the reward function starts reads no jobs
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that processes of the reward function do not read jobs
     os.dup2(2, 1)
     try:
         reward, decode = load_reward(msgspec.json.decode(options, type=Reward)), load_decoder(decoder)
@@ -50,7 +50,7 @@ def main(options: str, decoder: str) -> None:
 
 
 def load_decoder(decoder: str) -> Decode | None:
-    """How tokens become text: "adder", the path of a ``tokenizer.json``, or "" where responses come with theirs."""
+    """How tokens become text: "adder", the path of a ``tokenizer.json``, or "" where responses come with their text."""
     if not decoder:
         return None
     if decoder == "adder":
@@ -70,8 +70,8 @@ def score(reward: Score, decode: Decode | None, job: Job, runner: asyncio.Runner
     try:
         tokens: tuple[int, ...] = struct.unpack(f"<{len(job.tokens) // 4}i", job.tokens)
         response = Response(job.text if decode is None else decode(tokens), tokens)
-        return Answer(job.number, reward=called(reward, Problem(job.prompt, job.facts), response, runner))
-    except Exception as error:  # whatever the user's function raises is an answer, not the end of the worker
+        return Answer(job.number, reward=reward_of(reward, Problem(job.prompt, job.facts), response, runner))
+    except Exception as error:  # whatever the user's function raises must not end the worker
         return Answer(job.number, why=_line(error))
 
 

@@ -22,7 +22,7 @@ from staleflow.rollout.attention import Layout, PagedAttention, PrefillSpan
 from staleflow.rollout.device import DTYPES, cuda_part, device_of
 from staleflow.rollout.engine import (
     EngineError,
-    Load,
+    LoadWeights,
     Part,
     Reason,
     Request,
@@ -160,7 +160,7 @@ class TorchEngine:
         sequence = self._requests.get(name)
         return None if sequence is None else sequence.part(start, self.version)
 
-    def pull(self, source: WeightSource | Load, version: int) -> int:
+    def pull(self, source: WeightSource | LoadWeights, version: int) -> int:
         """Copy new weights over the old ones. On an error of the source, the weights are of no certain version."""
         self._land()  # its tokens would be of the old version
         parameters = self.model.parameters

@@ -167,7 +167,7 @@ def _vocabulary_blocks(logits, temperatures, maxima, sums, vocabulary, blocks, b
     """The largest logit of a block of the vocabulary, and the sum of its weights relative to that."""
     row, part = tl.program_id(0), tl.program_id(1)
     place = part * block + tl.arange(0, block)
-    temperature = tl.load(temperatures + row)
+    temperature = tl.load(temperatures + row).to(tl.float32)
     heat = tl.where(temperature == 0, 1.0, temperature)
     at = logits + row.to(tl.int64) * vocabulary + place
     value = tl.load(at, mask=place < vocabulary, other=float("-inf")).to(tl.float32) / heat
@@ -191,14 +191,14 @@ def _pick(
     upto = tl.cumsum(mass.to(tl.float64), 0)
     total = tl.max(upto, 0)
     target = tl.load(uniforms + row) * total
-    greedy = tl.load(temperatures + row) == 0
+    heat = tl.load(temperatures + row).to(tl.float32)
+    greedy = heat == 0
     drawn = tl.minimum(tl.sum((upto <= target).to(tl.int32), 0), blocks - 1)
     likeliest = tl.min(tl.where(highest == best, part, padded), 0)
     hit = tl.minimum(tl.where(greedy, likeliest, drawn), blocks - 1)
     before = tl.sum(tl.where(part == hit, upto - mass, 0.0), 0)
     place = hit * block + tl.arange(0, block)
-    heat = tl.load(temperatures + row)
-    heat = tl.where(heat == 0, 1.0, heat)
+    heat = tl.where(greedy, 1.0, heat)
     at = logits + row.to(tl.int64) * vocabulary + place
     value = tl.load(at, mask=place < vocabulary, other=float("-inf")).to(tl.float32) / heat
     weight = tl.exp(value - best)
@@ -289,19 +289,18 @@ def gate(both: Tensor) -> Tensor:
     return out
 
 
-def pick(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities, one for each row of ``logits [rows, vocabulary]``."""
+def pick(logits: Tensor, temperatures: Tensor, uniforms: Tensor, tokens: Tensor) -> Tensor:
+    """Draw ``tokens``, one for each row of ``logits [rows, vocabulary]``. Returns their log-probabilities."""
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, VOCABULARY_BLOCK)
     maxima, sums = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
     _vocabulary_blocks[(rows, blocks)](
         logits, temperatures, maxima, sums, vocabulary, blocks, block=VOCABULARY_BLOCK, num_warps=4
     )
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     padded = triton.next_power_of_2(blocks)
     _pick[(rows,)](
         logits, temperatures, uniforms, maxima, sums, tokens, logprobs, vocabulary, blocks,
         block=VOCABULARY_BLOCK, padded=padded, num_warps=4,
     )  # fmt: skip
-    return tokens, logprobs
+    return logprobs

@@ -1,9 +1,9 @@
 """The interface every rollout engine implements, and the values that cross it.
 
 An engine decodes trajectories under one version of the weights at a time. Its owner calls everything from one thread;
-between two calls the engine is at a step boundary, so weights and requests may change there and nowhere else. What is
-wrong with one request comes back as ``Failed`` in the next step's output and harms no other request; what is wrong
-with the engine itself raises ``EngineError``. ::
+between two calls the engine is at a step boundary, so weights and requests may change there and nowhere else. A
+request that cannot be served is reported as ``Failed`` in the next step's output and harms no other request; a fault
+of the engine itself raises ``EngineError``. ::
 
     engine.submit([Request("t1", epoch=1, prompt=tokens, group="g1", sampling=Sampling(max_tokens=256))])
     while engine.busy:
@@ -24,7 +24,7 @@ or the model's last position; it was interrupted and can be resumed anywhere."""
 
 
 class EngineError(StaleFlowError, ValueError):
-    """The engine cannot start or go on as asked. The message says what to change."""
+    """The engine cannot start or continue. The message says what to change."""
 
 
 PLAIN = Sampling()
@@ -38,7 +38,7 @@ class Request:
     epoch: int
     prompt: Sequence[int]
     tokens: Sequence[int] = ()
-    """What was generated before, on whatever engine, with its log-probabilities and version spans."""
+    """Tokens generated before, on any engine, with their log-probabilities and version spans."""
     logprobs: Sequence[float] = ()
     spans: Spans = ()
     group: str | None = None
@@ -47,7 +47,7 @@ class Request:
 
 
 class Part(NamedTuple):
-    """What a request that is still in the engine has: the versions of all its tokens, and some of the tokens."""
+    """The progress of a request that is still in the engine: versions of all its tokens, and some of the tokens."""
 
     spans: Spans
     tokens: list[int]
@@ -55,8 +55,8 @@ class Part(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A request that left the engine: all its tokens after the prompt, whoever generated them. A modelled engine makes
-    none: ``spans`` tells how many they are."""
+    """A request that left the engine: all its tokens after the prompt, from this engine or an earlier one. A modelled
+    engine has no tokens: ``spans`` says how many there are."""
 
     name: str
     epoch: int
@@ -73,7 +73,7 @@ class StepOutput(NamedTuple):
 
     finished: list[Result]
     returned: list[Result]
-    """Interrupted ones."""
+    """Interrupted requests."""
     failed: list[Failed]
     made: int = 0
     """Tokens that were drawn."""
@@ -92,7 +92,7 @@ class WeightSource(Protocol):
         ...
 
 
-Load = Callable[[Mapping[str, Any]], int]
+LoadWeights = Callable[[Mapping[str, Any]], int]
 """Fills the engine's tensors, by their Hugging Face names, and returns the version that they now hold."""
 
 
@@ -107,7 +107,7 @@ class Engine(Protocol):
         ...
 
     def interrupt(self, names: Sequence[str]) -> None:
-        """Return these at the next step boundary with all they have. Unknown names are ignored."""
+        """Return these at the next step boundary with all their tokens. Unknown names are ignored."""
         ...
 
     def abort(self, names: Sequence[str]) -> None:
@@ -119,10 +119,10 @@ class Engine(Protocol):
         ...
 
     def peek(self, name: str, start: int) -> Part | None:
-        """What a request that is here has, its tokens from ``start`` on; None if it has no more than ``start``."""
+        """The progress of a request, with its tokens from ``start`` on; None if it has no more than ``start``."""
         ...
 
-    def pull(self, source: WeightSource | Load, version: int) -> int:
+    def pull(self, source: WeightSource | LoadWeights, version: int) -> int:
         """Replace the weights by ``version`` or later, keeping every request. Returns the version now held."""
         ...
 
@@ -133,5 +133,5 @@ class Engine(Protocol):
     def snapshot(self) -> InstanceState: ...
 
     def close(self) -> None:
-        """Free what it holds. Repeating it is harmless."""
+        """Free what it holds. May be called again."""
         ...

@@ -17,7 +17,7 @@ from staleflow.coordinator.cost import CostModel
 
 
 class Point(NamedTuple):
-    """One measured cell: sequences, tokens of context among them, seconds for a step."""
+    """One measured cell: running sequences, their tokens of context together, seconds of a step."""
 
     running: int
     context: int
@@ -29,7 +29,7 @@ class Errors(NamedTuple):
     """Mean of |predicted / measured - 1| over the points that were fitted."""
     worst: float
     unseen: float
-    """The same mean for points that a fit to the others predicted: each point is left out once."""
+    """The same mean over points that were left out of the fit, each once."""
 
 
 class Profile(NamedTuple):
@@ -37,10 +37,10 @@ class Profile(NamedTuple):
     errors: Errors
     points: list[Point]
     prefill: list[tuple[int, float]]
-    """Tokens, and seconds of a step that prefills them."""
+    """Tokens, and the seconds of a step that prefills them."""
 
     def as_values(self) -> dict[str, Any]:
-        """As plain values, for JSON. Names of the paper beside ours."""
+        """Plain values for JSON, with the paper's names beside ours."""
         model = self.model
         return {
             "coefficients": {name: getattr(model, name) for name in type(model).__slots__},
@@ -89,10 +89,11 @@ def _fit(points: Sequence[Point], per_prefill_token: float) -> CostModel:
 
 
 def _not_negative(columns: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares with no coefficient below zero; there are three, so every choice of them is tried."""
+    """Least squares with no coefficient below zero; there are three, so every choice of them is tried that has the
+    first: no step takes no time, however noisy the points are."""
     count = columns.shape[1]
     best, least = np.zeros(count), float(target @ target)
-    for chosen in range(1, 2**count):
+    for chosen in range(1, 2**count, 2):
         kept = [at for at in range(count) if chosen >> at & 1]
         found = np.linalg.lstsq(columns[:, kept], target, rcond=None)[0]
         rest = target - columns[:, kept] @ found

@@ -13,12 +13,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
+from staleflow.errors import line_of
 from staleflow.model_json import read_json, unsupported
 from staleflow.rollout.attention import Geometry
 from staleflow.rollout.engine import EngineError
 
 ROPES = ("default", "linear", "llama3", "yarn")
-"""Those whose frequencies do not change with the length."""
+"""Kinds of rotary positions whose frequencies do not change with the length."""
 
 
 class ModelConfig(NamedTuple):
@@ -49,7 +50,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     try:
         source: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds; all mean that the file cannot be used
-        raise EngineError(f"{path} cannot be read by transformers: {' '.join(str(error).split())}") from None
+        raise EngineError(f"{path} cannot be read by transformers ({line_of(error)}): write the model again") from None
     return _checked(path, str(family), source)
 
 
@@ -58,7 +59,7 @@ def _checked(path: Path, family: str, source: Any) -> ModelConfig:
     kv_heads = source.num_key_value_heads or heads
     head_dim = getattr(source, "head_dim", None) or source.hidden_size // heads
     if heads % kv_heads:
-        raise EngineError(f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise EngineError(f"{path}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if source.hidden_act != "silu":
         raise EngineError(f"{path}: hidden_act {source.hidden_act!r} is not supported: only silu is")
     rope = (source.rope_parameters or {}).get("rope_type", "default")

@@ -1,4 +1,4 @@
-"""What engines can be told, checked before anything is loaded.
+"""The options of engines, checked before anything is loaded.
 
 ``Rollout`` is the section of the configuration. An engine is made from the part of it that is ``EngineOptions``, and a
 request carries the part that is ``Sampling``::
@@ -6,8 +6,8 @@ request carries the part that is ``Sampling``::
     rollout.to(EngineOptions), rollout.to(Sampling, stop_tokens=(1,))
 
 ``rollout.engine`` names what makes an engine, the built-in one or the user's own ``module:Class``. It is called as
-``make(model_folder, options, **arguments)`` with ``EngineOptions`` and gives an ``Engine`` (see ``engine.py``) that
-holds no version of the weights yet: -1, until its first pull.
+``make(model_folder, options, **arguments)`` with ``EngineOptions`` and returns an ``Engine`` (see ``engine.py``) that
+holds no version of the weights (-1) until its first pull.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ class Sampling(Drawing, Ending):
 
 @dataclass(frozen=True)
 class Engines(Section):
-    """What the configuration says about every engine."""
+    """The options of every engine that the configuration has."""
 
     kv_tokens: Count = 65_536
     """KV memory of an instance in tokens: a hard limit."""
@@ -79,18 +79,18 @@ class Engines(Section):
     prefill_tokens: Count = 512
     """Most prompt tokens that a step computes beside decoding."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and KV memory in the engines."""
+    """Precision of weights and KV memory in the engines."""
     device: Device = "cpu"
     """``cpu``, ``cuda`` or ``cuda:N``."""
     kv_on_pull: Literal["recompute", "keep"] = "recompute"
-    """What becomes of the KV memory of running responses when new weights come."""
+    """What happens to the KV memory of running responses when new weights are pulled."""
 
 
 @dataclass(frozen=True)
 class EngineOptions(Engines):
     page_size: Count = 32
     weights: Literal["checkpoint", "random"] = "checkpoint"
-    """Random ones need no checkpoint, only its config.json: for measurements."""
+    """``random`` needs only a config.json: for measurements."""
     threads: Count | None = None
     """Threads of PyTorch in this process; None leaves them as they are."""
 
@@ -106,7 +106,7 @@ class Rollout(Drawing, Ending, Engines):
     engine: Annotated[str, ENGINES] = "builtin"
     """``builtin``, or ``module:Class``."""
     engine_arguments: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Given to ``module:Class``."""
+    """Passed to ``module:Class``."""
 
     def contradictions(self) -> Iterator[str]:
         yield from Ending.contradictions(self)

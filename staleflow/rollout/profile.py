@@ -1,8 +1,8 @@
 """Measure what decoding steps of the built-in engine take on this machine, and fit the coordinator's cost model.
 
-Each cell of a grid runs so many sequences with so much context. Their prompts are not computed, only taken as computed:
+Each cell of a grid runs a number of sequences with a length of context. Prompts are assumed to be computed, because KV
 entries of any value take the same time. Cells are visited in random order, several times, and the lower quartile of
-their steps counts: whatever else the machine does only ever makes a step longer. ::
+their steps counts: other work on the machine can only make a step longer. ::
 
     profile = measure(engine, Grid(running=(1, 4, 16), contexts=(64, 512)))
     profile.model, profile.errors
@@ -20,7 +20,7 @@ from staleflow.rollout.fit import Point, Profile, fit
 
 WARM_STEPS, LEAST_STEPS, MOST_STEPS = 3, 8, 40
 VISIT_S = 0.06
-"""Fast cells get more steps."""
+"""Seconds that each visit of a cell lasts, within its limits of steps."""
 ROUNDS = 4
 
 
@@ -32,7 +32,7 @@ class Grid:
 
     @classmethod
     def up_to(cls, running: int, context: int) -> "Grid":
-        """Powers of two, and of four."""
+        """Powers of two sequences, and contexts that grow by a factor of four."""
         return cls(_steps(running, 1, 2), _steps(context, 64, 4))
 
 
@@ -43,8 +43,8 @@ def _steps(most: int, first: int, factor: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def measure(engine: TorchEngine, grid: Grid, told: Callable[[str], None] = lambda _: None) -> Profile:
-    """Visit every cell that fits into the engine. ``told`` hears how far it is."""
+def measure(engine: TorchEngine, grid: Grid, on_progress: Callable[[str], None] = lambda _: None) -> Profile:
+    """Visit every cell that fits into the engine. ``on_progress`` gets a line after each."""
     cells = [
         (running, context)
         for running in grid.running
@@ -62,7 +62,7 @@ def measure(engine: TorchEngine, grid: Grid, told: Callable[[str], None] = lambd
         random.shuffle(cells)
         for at, cell in enumerate(cells):
             seen[cell] += _decode(engine, *cell)
-            told(f"round {turn + 1} of {ROUNDS}: {at + 1} of {len(cells)} cells")
+            on_progress(f"round {turn + 1} of {ROUNDS}: {at + 1} of {len(cells)} cells")
     points = [_point(*cell, times) for cell, times in sorted(seen.items())]
     prefill = [(tokens, _prefill(engine, tokens)) for tokens in _prefill_sizes(engine)]
     (few, less), (many, more) = prefill[0], prefill[-1]

@@ -19,10 +19,10 @@ Ints = npt.NDArray[np.int64]
 class Rows:
     def __init__(self, count: int, null_page: int) -> None:
         self.null_page = null_page
-        """Stands where a row has no page, so that a table can be read in full."""
+        """Fills the table where a row has no page, so that a table can be read in full."""
         self.tables: Ints = np.full((count, 16), null_page, np.int64)
         self.position: Ints = np.zeros(count, np.int64)
-        """Of the token to run next."""
+        """Position of the token to run next."""
         self.token: Ints = np.zeros(count, np.int64)
         self.drawn: Ints = np.zeros(count, np.int64)
         """Tokens generated so far: the counter of the row's random numbers."""
@@ -35,7 +35,7 @@ class Rows:
         self.clear()
 
     def clear(self) -> None:
-        """Every row is free, whoever had it."""
+        """Free every row."""
         self._free = list(range(len(self.token) - 1, -1, -1))
 
     @property

@@ -1,8 +1,8 @@
-"""Drawing tokens, one row at a time in effect and all rows at once in fact.
+"""Drawing tokens: all rows at once, with the same result as one row at a time.
 
 Each row has one uniform number, a hash of the trajectory's seed and the count of tokens it has drawn, and takes the
-token at which the cumulated distribution exceeds it. So a sample depends on its own distribution, seed and position
-only: not on the neighbours in the batch, and not on where the trajectory was interrupted and resumed.
+token at which the cumulative distribution exceeds it. So a sample depends only on its own distribution, seed and
+position: not on its neighbours in the batch, nor on where the trajectory was interrupted and resumed.
 
 The log-probability is that of the distribution the token was drawn from: after temperature, truncation and
 renormalisation. For greedy rows it is the model's own, at temperature 1. ::
@@ -22,7 +22,7 @@ from staleflow.rollout.rows import Ints, Rows
 
 Uint64s = npt.NDArray[np.uint64]
 CANDIDATES = 1024
-"""Most likely tokens that are looked at first for top-p: sorting a whole vocabulary costs more than a decoding step."""
+"""Most likely tokens that top-p tries first: sorting a whole vocabulary costs more than a decoding step."""
 
 
 class Params(NamedTuple):
@@ -48,7 +48,7 @@ class Params(NamedTuple):
 
     @property
     def truncated(self) -> npt.NDArray[np.bool_]:
-        """Rows that some tokens are excluded from."""
+        """Which rows exclude some tokens."""
         return ((self.top_p < 1) | (self.top_k > 0) | (self.min_p > 0)) & (self.temperature > 0)
 
 
@@ -90,7 +90,7 @@ def draw(logits: Tensor, params: Params) -> Drawn:
         if greedy.any():
             tokens = torch.where(torch.from_numpy(greedy).to(probs.device), probs.argmax(-1), tokens)
     chosen = probs.gather(1, tokens[:, None])[:, 0].double()
-    # A whole distribution sums to 1 up to rounding, which is no fact about the model: only truncation renormalises.
+    # A whole distribution sums to 1 up to rounding, which says nothing about the model: only truncation renormalises.
     if total is not None and truncated.any():
         chosen = torch.where(torch.from_numpy(truncated).to(probs.device), chosen / total, chosen)
     logprobs = chosen.log()
@@ -136,10 +136,10 @@ def _nucleus(probs: Tensor, top_k: Ints, top_p: npt.NDArray[np.float64]) -> Tens
 
 
 def _inverse(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The token at which the cumulated probability exceeds the uniform number's share of the total, and the total.
+    """The token at which the cumulative probability exceeds the uniform number's share of the total, and the total.
 
-    Sums are of double precision and in two levels, first over blocks of tokens and then inside the block that was hit:
-    a running sum over the whole vocabulary in single precision would favour some tokens, and in double costs more.
+    Sums have double precision and two levels, first over blocks of tokens and then inside the block that was hit: a
+    running sum over the whole vocabulary would favour some tokens in single precision, and costs more in double.
     """
     vocabulary = probs.shape[1]
     block = next((size for size in (256, 192, 128, 320, 224, 160) if vocabulary % size == 0), 0)

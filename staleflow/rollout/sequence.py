@@ -54,7 +54,7 @@ class Sequence:
         self.pages: list[int] = []
         self.kv_version = -1
         self.pure = True
-        """All its KV entries stem from the present weights."""
+        """Whether all its KV entries come from the current weights."""
         self._chain: list[Key] = []
 
     @property

@@ -1,4 +1,4 @@
-"""Shapes of well-known models, to measure with where no checkpoint is at hand: a config.json and no weights.
+"""Shapes of well-known models, for measurements without a checkpoint: a config.json and no weights.
 
 with tempfile.TemporaryDirectory() as folder:
     write("qwen-1.5b", folder)
@@ -40,5 +40,5 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write(shape: str | dict[str, Any], folder: str | Path) -> None:
-    """One of ``SHAPES`` by its name, or another."""
+    """Write the config.json of one of ``SHAPES`` by its name, or of another shape."""
     (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape] if isinstance(shape, str) else shape))

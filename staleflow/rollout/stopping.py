@@ -1,6 +1,6 @@
 """Stop strings, which may begin in one token and end in another.
 
-Only the end of the text is decoded, with a few tokens before it: some tokenizers write a token differently at the
+Only the end of the text is decoded, with a few tokens before it: some tokenizers decode a token differently at the
 beginning of a text than inside it. ::
 
     stops = StopStrings(tokenizer.decode)
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from staleflow.rollout.sequence import Sequence
 
 BEFORE = 4
-"""Tokens that are decoded ahead of the part that is looked at."""
+"""Tokens that are decoded before the part that is searched."""
 
 
 class StopStrings:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from staleflow.errors import RunError
 from staleflow.run.directory import RunDirectory
-from staleflow.servers.weights.segments import SHM_FOLDER, Registry, unlink_segment
+from staleflow.servers.weights.segments import SHM_FOLDER, StoreRegistry, unlink_segment
 from staleflow.servers.weights.slots import segments_of
 from staleflow.tasks.folders import abandoned
 from staleflow.training.checksums import REMOVED, REPLACED, UNFINISHED
@@ -32,10 +32,10 @@ class Leftover(NamedTuple):
 
 
 def leftovers(
-    runs: Path, cache: Path, remove: bool, registry: Registry | None = None, shared: Path = Path(SHM_FOLDER)
+    runs: Path, cache: Path, remove: bool, registry: StoreRegistry | None = None, shared: Path = Path(SHM_FOLDER)
 ) -> list[Leftover]:
     """All of them, and if ``remove`` they are gone after that. ``runs`` and ``cache``: the settings of these names."""
-    registry = registry or Registry(None)
+    registry = registry or StoreRegistry(None)
     found: list[Leftover] = []
     with registry.locked():
         found += _stores(registry, shared, remove)
@@ -43,7 +43,7 @@ def leftovers(
     return [*found, *_drafts(runs, remove), *_models(cache, remove)]
 
 
-def _stores(registry: Registry, shared: Path, remove: bool) -> Iterator[Leftover]:
+def _stores(registry: StoreRegistry, shared: Path, remove: bool) -> Iterator[Leftover]:
     """Of runs that have a record: the weights, and what a trainer's replacement would need."""
     for name, segments in registry.leftovers(segments_of):
         yield Leftover("shared memory", name, sum(_size(shared / each.lstrip("/")) for each in segments))
@@ -51,7 +51,7 @@ def _stores(registry: Registry, shared: Path, remove: bool) -> Iterator[Leftover
             registry.remove(name, segments)
 
 
-def _segments(registry: Registry, shared: Path, remove: bool) -> Iterator[Leftover]:
+def _segments(registry: StoreRegistry, shared: Path, remove: bool) -> Iterator[Leftover]:
     """Without a record: that was deleted."""
     known = {each for control in registry.folder.glob("*.weights") for each in segments_of(control.read_bytes()) or ()}
     used = _used(shared)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.config import Config
-from staleflow.config.resuming import trained
+from staleflow.config.resuming import fixed_settings
 from staleflow.errors import RunError
 from staleflow.tasks.options import ADDER, SMOLLM
 
@@ -28,12 +28,14 @@ SHOWN = 4
 
 def origin_of(config: Config, data: str, model: Path) -> bytes:
     """``data`` is the fingerprint of the prompts, ``model`` the folder of the base model."""
-    return json.dumps({"settings": trained(config), "data": data, "model": _model(config, model)}, indent=1).encode()
+    return json.dumps(
+        {"settings": fixed_settings(config), "data": data, "model": _model(config, model)}, indent=1
+    ).encode()
 
 
 def refuse_other_settings(checkpoint: Path, config: Config) -> None:
     was: dict[str, Any] = _read(checkpoint).get("settings", {})
-    now: dict[str, Any] = json.loads(json.dumps(trained(config)))
+    now: dict[str, Any] = json.loads(json.dumps(fixed_settings(config)))
     changed = [f"{name} was {was[name]} and is {now[name]}" for name in was if name in now and was[name] != now[name]]
     if changed:
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""

@@ -165,13 +165,13 @@ class Watch:
         """One consistent picture of this moment."""
         server, table, strategies, blocking = self._server, self.table, self._strategies, self.blocking
         ledger, fleet, pace = server.ledger, table.refresh(now), self.gauge.pace()
-        free = np.maximum(0, fleet.max_running - fleet.running) @ fleet.alive
+        free = int(np.maximum(0, fleet.max_running - fleet.running)[fleet.alive].sum())
         versions = {version for version in fleet.version.tolist() if version >= 0} | {ledger.version}
         return Situation(
             now=now,
             newest=ledger.version,
             fleet=fleet,
-            queue=self._line.queue(server, min(MOST_QUEUED, int(free))),
+            queue=self._line.queue(server, min(MOST_QUEUED, free)),
             room={version: ledger.room(version) for version in versions},
             cost=self._cost,
             pull_s=self.gauge.pull_s,
@@ -208,8 +208,10 @@ def thrashing(table: FleetTable) -> list[Resident]:
 def movable(table: FleetTable, newest: int, step_s: float) -> list[Resident]:
     """The large trajectories on instances that hold more context than others which could pull now."""
     fleet = table.fleet
+    if 0 < step_s < LEVELLING_S:
+        return []
     behind = fleet.alive & ~fleet.pulling & (fleet.version < newest)
-    if np.count_nonzero(behind) < 2 or 0 < step_s < LEVELLING_S:
+    if np.count_nonzero(behind) < 2:
         return []
     found: list[Resident] = []
     for row in np.flatnonzero(behind & (fleet.context > fleet.context[behind].mean())):

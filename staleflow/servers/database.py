@@ -1,4 +1,4 @@
-"""The data base file of a journal: its tables, its lock, and what a crash left unfinished in it."""
+"""The database file of a journal: its tables, its lock, and what a crash left unfinished in it."""
 
 import fcntl
 import os
@@ -27,8 +27,8 @@ class JournalError(RunError):
 def torn_bytes(path: Path) -> int:
     """How many bytes at the end of the write-ahead file belong to a transaction that was never finished.
 
-    SQLite leaves them out by itself; this is to be able to say so. A frame is 24 bytes and a page; the second word of
-    one that ends a transaction is not zero; frames of the present round carry the salt of the file's header."""
+    SQLite ignores them by itself; this is for the note about it. A frame is 24 bytes and a page; the second word of one
+    that ends a transaction is not zero; frames of the current round carry the salt of the file's header."""
     try:
         wal = path.with_name(path.name + "-wal").open("rb")
     except FileNotFoundError:
@@ -50,8 +50,8 @@ def torn_bytes(path: Path) -> int:
         return size - whole
 
 
-def locked(path: Path) -> int:
-    """Hold the lock file beside the journal, or say who does."""
+def take_lock(path: Path) -> int:
+    """Hold the lock file beside the journal; ``JournalError`` names the process that holds it already."""
     lock = path.with_name(path.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def locked(path: Path) -> int:
     return handle
 
 
-def opened(path: Path) -> sqlite3.Connection:
+def open_database(path: Path) -> sqlite3.Connection:
     try:
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         db.execute("PRAGMA journal_mode=WAL")
@@ -97,7 +97,7 @@ def opened(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def readable(path: Path) -> Generator[None]:
-    """What a damaged file makes of reading it, in one line. SQLite notices some damage, other gives odd values."""
+    """Turn what reading a damaged file raises into one line. SQLite notices some damage, other gives odd values."""
     try:
         yield
     except (sqlite3.Error, TypeError, ValueError, KeyError, OverflowError) as error:
@@ -114,5 +114,5 @@ def fix_for(error: Exception) -> str:
     if "readonly" in text or "unable to open" in text or "permission" in text.lower():
         return "choose a directory that you may write to"
     if "malformed" in text or "not a database" in text:
-        return "it is damaged or no journal; restore it from a copy, or use another run directory"
+        return "it is damaged or not a journal; restore it from a copy, or use another run directory"
     return "check the disk"

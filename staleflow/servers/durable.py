@@ -1,20 +1,20 @@
 """The journal that survives a crash: SQLite in write-ahead mode, synced on every commit.
 
 Events go to a queue; a writer thread takes all that has gathered, writes it as one transaction and syncs it (group
-commit). So an event costs its caller a list append, and many share one sync. ``durable`` tells how far the disk is;
-whoever wants to tell the world of an event waits for that (``runtime/outbox.py``)::
+commit). So an event costs its caller a list append, and many share one sync. ``durable`` counts the events on disk;
+a message about an event waits until it is among them (``runtime/outbox.py``)::
 
     journal = DurableJournal(run / "journal.db")
     server = TrajectoryServer(ledger, 16, 0, journal, payloads)
     recover(server, journal)          # servers/state.py
     server.admit(prompts)             # appends; the writer thread commits
 
-One data base, four tables. ``log`` has the events in batches with a checksum each; ``snapshot`` the latest state, so
+One database, four tables. ``log`` has the events in batches with a checksum each; ``snapshot`` the latest state, so
 that a recovery replays only what came after it; ``meta`` the format and the settings of the run; ``payload`` the places
 in ``payload_files.py``'s files where the tokens of live trajectories are, synced before the transaction commits. Events
-stay in the log for those who ask what happened; their payload does not.
+stay in the log as a record of the run; their payload does not.
 
-Only the owner writes: a lock file, which the kernel lets go of when its holder dies, keeps a second one out. Anyone may
+Only the owner writes: a lock file, which the kernel releases when its holder dies, keeps a second one out. Anyone may
 read while a run is in progress.
 """
 
@@ -31,21 +31,21 @@ from typing import Any, cast
 
 import msgspec
 
-from staleflow.servers.database import JournalError, fix_for, locked, opened, readable, torn_bytes
+from staleflow.servers.database import JournalError, fix_for, open_database, readable, take_lock, torn_bytes
 from staleflow.servers.journal import Event
-from staleflow.servers.payload_files import Named, PayloadFiles, Place
+from staleflow.servers.payload_files import FileRange, Named, PayloadFiles
 from staleflow.types import Chunk
 
 SNAPSHOT_EVENTS = 200_000
 """Replaying this many takes about a second."""
 TRANSACTION_BYTES = 8 << 20
-"""Payload in one transaction, about; it bounds how long an event waits for its sync behind others."""
+"""Payload in one transaction, about; it limits how long an event waits behind others for its sync."""
 RETRY_S = 1.0
-"""A disk that was full is tried again this often."""
+"""Pause before a failed write is tried again."""
 
 
 _Append = tuple[Event, Named | None, Sequence[str]]
-"""An event, the payload that came with it, and the names whose payload it made needless."""
+"""An event, the payload that came with it, and the names whose payload is no longer needed."""
 
 
 class _Snapshot:
@@ -66,46 +66,46 @@ class DurableJournal:
         snapshot_events: int = SNAPSHOT_EVENTS,
         lazy_s: float | None = None,
     ) -> None:
-        """Open, or make, the journal at ``path``. ``threaded=False``: nothing is written before ``commit``.
+        """Open or create the journal at ``path``. ``threaded=False``: nothing is written before ``commit``.
 
-        ``lazy_s``: events that nobody waits for may gather for so long; ``hurry`` says that somebody does.
+        ``lazy_s``: how long events may gather before they are written; ``hurry`` writes them at once.
         """
         self.path = Path(path)
         self.notes: list[str] = []
-        """What was found wrong when it was opened, and put right."""
+        """Damage that was found and repaired when it was opened."""
         self.on_durable: Callable[[], None] = lambda: None
         self.trouble: str | None = None
-        """Why nothing can be written at the moment, if nothing can. What was appended waits and is not lost."""
+        """Why nothing can be written at the moment; None if it can. What was appended waits and is not lost."""
         self._snapshot_events = snapshot_events
         self._lazy_s = lazy_s
-        self._lock_file = locked(self.path)
+        self._lock_file = take_lock(self.path)
         try:
             if torn := torn_bytes(self.path):
                 self.notes.append(f"{self.path}: dropped {torn} bytes of a write that a crash left unfinished")
-            self._db = opened(self.path)
+            self._db = open_database(self.path)
             with readable(self.path):
                 self.durable = self.position = int(self._last())
                 self._snapshot_at = int(self._latest_snapshot())
                 rows = self._db.execute("SELECT * FROM payload")
-                self._places = {int(row): Place(*map(int, where)) for row, *where in rows}
-                """By row of the table: where the chunks of one transaction are."""
+                self._places = {int(row): FileRange(*map(int, where)) for row, *where in rows}
+                """Where the chunks of each transaction are, by row of the table."""
             self._files = PayloadFiles(self.path.with_name(self.path.name + "-payload"), self._places.values())
         except BaseException:
             os.close(self._lock_file)
             raise
         self._rows: dict[str, list[int]] = {}
-        """By name: the rows that hold its payload, one entry for each chunk."""
+        """The rows that hold a trajectory's payload, by name; one entry for each chunk."""
         self._live: dict[int, int] = {}
-        """By row: chunks in it that are needed."""
+        """How many chunks of each row are needed."""
         self._next_row = 1 + max(self._places, default=0)
         self._queue: list[_Append | _Snapshot] = []
         self._writing: list[_Append | _Snapshot] = []
-        """Taken from the queue, and not known to be on disk."""
+        """Taken from the queue and not yet known to be on disk."""
         self._write_lock = threading.Lock()
         self._grown = threading.Condition()
         self._wake = threading.Event()
         self._closed = False
-        self._thread = threading.Thread(target=self._write_for_ever, name="journal", daemon=True) if threaded else None
+        self._thread = threading.Thread(target=self._keep_writing, name="journal", daemon=True) if threaded else None
         if self._thread is not None:
             self._thread.start()
 
@@ -120,7 +120,7 @@ class DurableJournal:
             self.hurry()
 
     def hurry(self) -> None:
-        """Somebody waits for what has been appended."""
+        """Write what has been appended now: somebody waits for it."""
         if self._thread is not None and not self._wake.is_set():
             self._wake.set()
 
@@ -129,7 +129,7 @@ class DurableJournal:
             self.snapshot(state())
 
     def snapshot(self, state: dict[str, Any]) -> None:
-        """Recovery may start from this state, which is the one after everything that was appended."""
+        """Let recovery start from this state, the one after everything that was appended."""
         self._snapshot_at = self.position
         self._queue.append(_Snapshot(_encode(state)))
         self._wake.set()
@@ -140,7 +140,7 @@ class DurableJournal:
             self._commit_some()
 
     def wait(self, position: int, timeout_s: float) -> None:
-        """Until the first ``position`` events are durable; an error says what hinders it."""
+        """Wait until the first ``position`` events are durable; ``JournalError`` says what prevents it."""
         with self._grown:
             if not self._grown.wait_for(lambda: self.durable >= position, timeout_s):
                 raise JournalError(
@@ -169,7 +169,7 @@ class DurableJournal:
         self.on_durable()
 
     def close(self) -> None:
-        """Write what is left and let go of the files."""
+        """Write what is left and close the files."""
         if self._closed:
             return
         self._closed = True
@@ -183,7 +183,7 @@ class DurableJournal:
             self._db.close()
             os.close(self._lock_file)
 
-    def _write_for_ever(self) -> None:
+    def _keep_writing(self) -> None:
         while not self._closed:
             self._wake.wait(self._lazy_s)
             self._wake.clear()
@@ -234,7 +234,7 @@ class DurableJournal:
         self._forget(needless)
 
     def _after(self, chunks: Sequence[Named], dropped: Sequence[str]) -> tuple[dict[str, list[int]], dict[int, int]]:
-        """What becomes of the index when these are written: the entries that change."""
+        """The entries of ``_rows`` and ``_live`` that change when these are written."""
         rows: dict[str, list[int]] = {}
         live: dict[int, int] = {}
         for name, _ in chunks:
@@ -246,7 +246,7 @@ class DurableJournal:
         return rows, live
 
     def _forget(self, rows: Iterable[int]) -> None:
-        """Nothing in these rows is needed, and the data base does not know them any more."""
+        """Drop rows that are no longer needed or in the database, and the files that only they used."""
         files = {self._places.pop(row).file for row in rows if row in self._places}
         for row in rows:
             self._live.pop(row, None)
@@ -263,7 +263,7 @@ class DurableJournal:
     # Reading back
 
     def belongs_to(self, settings: dict[str, int]) -> None:
-        """Remember what the run was started with, or refuse to continue with something else."""
+        """Store the settings of a new run; ``JournalError`` if the run was started with others."""
         with readable(self.path):
             found = self._db.execute("SELECT value FROM meta WHERE key='settings'").fetchone()
             before = None if found is None else dict(json.loads(found[0]))
@@ -291,7 +291,7 @@ class DurableJournal:
         return cast(dict[str, Any], _decode(body)), self.events(after=position)
 
     def events(self, after: int = 0) -> Iterator[Event]:
-        """Every event that is on disk, from the one behind ``after`` on."""
+        """Every event on disk after the first ``after``."""
         expected = after
         with readable(self.path):
             rows = self._db.execute("SELECT * FROM log WHERE last > ? ORDER BY last", (after,))
@@ -312,7 +312,7 @@ class DurableJournal:
                 yield frozen(event)
 
     def payloads(self, live: Container[str]) -> Iterator[Named]:
-        """Every piece of payload of the ``live`` names that is on disk, in the order it came. Forgets all others."""
+        """Every chunk of payload of the ``live`` names on disk, in the order it came. Deletes all others."""
         self._rows, self._live = {}, dict.fromkeys(self._places, 0)
         for row, place in sorted(self._places.items()):
             chunks = self._files.read(place)
@@ -338,7 +338,7 @@ class DurableJournal:
 
 
 def _one_transaction(queue: list[_Append | _Snapshot]) -> int:
-    """How many from the front of the queue to write at once: much shares a sync, but nobody waits for too much."""
+    """How many from the front of the queue to write at once: many share a sync, but nobody waits too long."""
     size = 0
     for count, each in enumerate(queue, 1):
         if not isinstance(each, _Snapshot) and each[1] is not None:
@@ -350,5 +350,5 @@ def _one_transaction(queue: list[_Append | _Snapshot]) -> int:
 
 
 def frozen(value: Any) -> Any:
-    """Lists, as the decoder makes them, as the tuples they were."""
+    """The decoder's lists as the tuples they were."""
     return tuple(map(frozen, cast(list[Any], value))) if type(value) is list else value

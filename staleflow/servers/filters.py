@@ -1,4 +1,4 @@
-"""Why a complete group is not worth training on: the setting ``filter``.
+"""Which complete groups are not worth training on: the setting ``filter``.
 
 A filter is ``filter(group, **arguments) -> str | None``: a short reason to replace the group, or None to train on it.
 """
@@ -25,6 +25,6 @@ def keep_all(group: Group) -> str | None:  # noqa: ARG001
 
 
 def no_signal(group: Group) -> str | None:
-    """Groups whose rewards are all equal teach nothing."""
+    """Replace groups whose rewards are all equal: they teach nothing."""
     rewards = {member.reward for member in group.members if member.state == "complete"}
     return NO_SIGNAL if len(rewards) <= 1 else None

@@ -1,8 +1,8 @@
 """Everything that changes the state of a run, in order.
 
-An event is a plain tuple: its kind, then strings, numbers and tuples of them. State is changed only by applying events,
-so a run is what its journal says, and replaying the journal after a crash gives the same state. ``durable.py`` has the
-journal that survives one; the one here is the simulator's.
+An event is a plain tuple: its kind, then strings, numbers and tuples of them. State changes only by applying events, so
+replaying the journal after a crash gives the same state. ``durable.py`` has the journal that survives a crash; the one
+here is the simulator's.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from staleflow.types import Chunk
 Event = tuple[Any, ...]
 
 NOTES = frozenset(("decision", "fault", "pull", "push", "restored"))
-"""Kinds that say what happened to others than the trajectory server, and change nothing in it."""
+"""Kinds of events that do not change the trajectory server."""
 
 
 class Journal(Protocol):
@@ -24,31 +24,31 @@ class Journal(Protocol):
 
     @property
     def position(self) -> int:
-        """How many events it has been given, in this life and before."""
+        """How many events have been appended, those of earlier attempts included."""
         ...
 
     @property
     def durable(self) -> int:
-        """How many of them survive a crash. The world may be told of an event once it is among them."""
+        """How many of them would survive a crash. Only these may be acted on outside."""
         ...
 
     def append(self, event: Event, kept: tuple[str, Chunk] | None = None, dropped: Sequence[str] = ()) -> None:
-        """Add the event, with the piece of payload that came with it, and the names whose payload it made needless.
+        """Add the event, with the payload that came with it and the names whose payload is no longer needed.
 
         The three become durable together, and in the order of the calls."""
         ...
 
     def hurry(self) -> None:
-        """Somebody waits for what has been appended to become durable."""
+        """Make what has been appended durable soon, because somebody waits for it."""
         ...
 
     def may_snapshot(self, state: Callable[[], dict[str, Any]]) -> None:
-        """A good moment for a snapshot: asks for the ``state`` after everything that was appended if it wants one."""
+        """A good moment for a snapshot: calls ``state``, the one after everything that was appended, if one is due."""
         ...
 
 
 class MemoryJournal:
-    """Keeps the events (unless told not to) and a rolling hash over all of them. Everything is durable at once."""
+    """Keeps the events (with ``keep``) and a rolling hash over all of them. Everything counts as durable at once."""
 
     FLUSH = 512
 
@@ -73,10 +73,10 @@ class MemoryJournal:
             self._flush()
 
     def hurry(self) -> None:
-        """It is durable already."""
+        """Everything is durable already."""
 
     def may_snapshot(self, state: Callable[[], dict[str, Any]]) -> None:
-        """None is needed: what is in memory is replayed from its beginning."""
+        """Never needed: events in memory are replayed from the beginning."""
 
     def digest(self) -> str:
         """The hash of every event so far: equal runs have equal digests."""

@@ -1,9 +1,9 @@
 """Payload on disk: plain files beside the journal, each byte written once and synced, whole files deleted.
 
-A transaction's chunks go to one place in one file; the journal then commits that place. So a place that the journal
-knows is whole, and bytes that it does not know are what a crash left behind: they are overwritten, or their file is
-removed. A file is deleted when nothing in it is needed any more. Measured against blobs in SQLite, which writes each
-byte twice and syncs two files: ``stores`` in bench/servers.py.
+A transaction's chunks go to one range of one file; the journal then commits that range. So a range that the journal
+knows is whole, and other bytes are leftovers of a crash: they are overwritten, or their file is removed. A file is
+deleted when nothing in it is needed. ``stores`` in bench/servers.py compares this with blobs in SQLite, which writes
+each byte twice and syncs two files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from staleflow.types import Chunk
 
 FILE_BYTES = 32 << 20
-"""A new file is begun behind this."""
+"""A file that has reached this size is followed by a new one."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
@@ -27,7 +27,7 @@ _decode = msgspec.msgpack.Decoder().decode
 Named = tuple[str, Chunk]
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     """Where a transaction's chunks are."""
 
     file: int
@@ -37,8 +37,8 @@ class Place(NamedTuple):
 
 
 class PayloadFiles:
-    def __init__(self, folder: Path, known: Iterable[Place]) -> None:
-        """``known``: the places that the journal has committed. Everything else is removed."""
+    def __init__(self, folder: Path, known: Iterable[FileRange]) -> None:
+        """``known``: the ranges that the journal has committed. All other files are removed."""
         self._folder = folder
         self._handle: int | None = None
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,10 +47,10 @@ class PayloadFiles:
             if int(each.stem) not in files:
                 each.unlink()
         self._file = max(files, default=0)
-        self._end = FILE_BYTES  # a new life begins a new file
+        self._end = FILE_BYTES  # a new attempt begins a new file
 
-    def write(self, chunks: Iterable[Named]) -> Place:
-        """Write and sync. Nothing counts until ``keep`` is told that the journal has committed the place."""
+    def write(self, chunks: Iterable[Named]) -> FileRange:
+        """Write and sync. The range may be overwritten until ``keep``, after the journal has committed it."""
         body = _encode([(name, each.start, each.tokens, each.logprobs) for name, each in chunks])
         if self._handle is None or self._end >= FILE_BYTES:
             self._begin()
@@ -59,13 +59,13 @@ class PayloadFiles:
         while written < len(body):
             written += os.pwrite(self._handle, memoryview(body)[written:], self._end + written)
         os.fdatasync(self._handle)
-        return Place(self._file, self._end, len(body), zlib.crc32(body))
+        return FileRange(self._file, self._end, len(body), zlib.crc32(body))
 
-    def keep(self, place: Place) -> None:
+    def keep(self, place: FileRange) -> None:
         self._end = place.offset + place.size
 
-    def read(self, place: Place) -> list[Named] | None:
-        """The chunks at a place; None if they are damaged."""
+    def read(self, place: FileRange) -> list[Named] | None:
+        """The chunks of a range; None if they are damaged."""
         try:
             with self._path(place.file).open("rb") as file:
                 file.seek(place.offset)
@@ -77,7 +77,7 @@ class PayloadFiles:
         return [(name, Chunk(start, *arrays)) for name, start, *arrays in cast(list[Any], _decode(body))]
 
     def remove(self, file: int) -> None:
-        """Delete a file in which nothing is needed any more; the one that is being written stays."""
+        """Delete a file that is no longer needed; the one that is being written stays."""
         if file != self._file:
             self._path(file).unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
 """The trajectory server as plain values, and back: what a snapshot holds, and what a recovery starts from.
 
 server = TrajectoryServer(StalenessLedger(8, 2), 16, 0, journal, payloads)
-recover(server, journal)      # now it is what it was when the last event that survived was written
+recover(server, journal)      # the state after the last event that survived
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENDED = ("generated", "scored", "complete")
 
 
 def to_state(server: TrajectoryServer) -> dict[str, Any]:
-    """Everything but payload."""
+    """Everything except payload."""
     return {
         "ledger": server.ledger.to_state(),
         "owed": list(server.owed),
@@ -48,7 +48,7 @@ def to_state(server: TrajectoryServer) -> dict[str, Any]:
 
 
 def restore(server: TrajectoryServer, state: Mapping[str, Any]) -> None:
-    """Make a server that nothing has happened to yet what ``to_state`` described."""
+    """Bring a new server to the state that ``to_state`` described."""
     server.ledger = StalenessLedger.from_state(state["ledger"])
     server.owed, server.leased = list(state["owed"]), list(state["leased"])
     server.next_prompt = state["next_prompt"]

@@ -86,7 +86,8 @@ class TrajectoryServer(Book):
             group = trajectory.group
             return group.version or 0, group.prompt, group.attempt
 
-        return sorted(self._resuming.values(), key=age)[:most], self._fresh.values()
+        resuming = sorted(self._resuming.values(), key=age)[:most] if self._resuming else []
+        return resuming, self._fresh.values()
 
     @property
     def fresh(self) -> int:
@@ -216,7 +217,10 @@ class TrajectoryServer(Book):
         work = name, trajectory.epoch, group.name, group.prompt_tokens, trajectory.spans
         if payloads is None:
             return Work(*work)
-        return Work(*work, payloads.token_bytes(group.name), payloads.token_bytes(name), payloads.logprob_bytes(name))
+        prompt = payloads.token_bytes(group.name)
+        if not trajectory.generated:
+            return Work(*work, prompt)
+        return Work(*work, prompt, payloads.token_bytes(name), payloads.logprob_bytes(name))
 
     def rows(self, groups: Iterable[Group]) -> list[Row]:
         """What the trainer needs of complete groups, on the server's own memory."""

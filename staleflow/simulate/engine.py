@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from staleflow.rollout.engine import EngineError, Load, Part, Reason, Request, Result, StepOutput, WeightSource
+from staleflow.rollout.engine import EngineError, LoadWeights, Part, Reason, Request, Result, StepOutput, WeightSource
 from staleflow.simulate.instance import Finished, Instance, InstanceEvent, Paused, SimRequest
 from staleflow.types import Failed, InstanceState, Spans, token_count
 
@@ -142,7 +142,7 @@ class SimEngine:
         generated = max(held.marked, self.instance.generated(held.name, self.now) - self.behind)
         return Part(held.stamped(generated, self.version), [], []) if generated > start else None
 
-    def pull(self, source: WeightSource | Load, version: int) -> int:
+    def pull(self, source: WeightSource | LoadWeights, version: int) -> int:
         found = source.pull({}, version) if isinstance(source, WeightSource) else source({})
         if found < version:
             raise EngineError(f"asked for version {version} of the weights and got {found}: push it before the pull")

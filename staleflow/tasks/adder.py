@@ -16,9 +16,9 @@ response in six is rewarded. Here a forgotten carry is an error of -10, at most 
 below 970 is a multiple of 97: a response with any forgotten carry gets 0.
 
 **The teacher** of the warm start is wrong on purpose: where an addition needs a carry it forgets it, seldom for the
-increments 1 and 2 and mostly for the others. Starting again at 97 it always does right: that is rare, and must be
-seen to be learned at all. So the base model knows how to carry and rarely does; reinforcement has something to select,
-and accuracy begins between 20 % and 40 %.
+increments 1 and 2 and mostly for the others. It always wraps around at 97 correctly: that is rare, and must be seen to
+be learned at all. So the base model knows how to carry and rarely does; reinforcement has something to select, and
+accuracy begins between 20 % and 40 %.
 
 ::
 
@@ -73,7 +73,7 @@ class Teacher:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the model that learns it (``base_model.py``)."""
+    """The shape of the model that learns the task (``base_model.py``)."""
 
     hidden: int = 128
     intermediate: int = 336

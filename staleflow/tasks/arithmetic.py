@@ -14,11 +14,11 @@ from staleflow.tasks.task import TaskError
 
 OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 MOST = 100_000
-"""Rows of a data set that is not cut to a count."""
+"""Most rows of a data set without a count."""
 
 
 def problems(digits: int = 1, operations: str = "+-*", count: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
-    """All questions about numbers of so many digits, or ``count`` of them drawn by ``seed``. No result is negative."""
+    """All questions about numbers of ``digits`` digits, or ``count`` of them. No result is negative."""
     unknown = set(operations) - set(OPERATIONS)
     if not operations or unknown:
         raise TaskError(f"operations={operations!r}: give some of {''.join(OPERATIONS)}")

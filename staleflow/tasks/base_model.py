@@ -2,8 +2,8 @@
 
 ``base_model`` gives a folder in Hugging Face format (``config.json``, ``model.safetensors``, ``tokenizer.json``). The
 first call trains it, for a fixed number of steps on one thread, so the same recipe gives the same weights on the same
-machine; later calls find it. The folder is named after a hash of everything that shapes the weights, and comes into
-being by one rename: a warm start that was cut off leaves nothing that could be taken for a model::
+machine; later calls find it. The folder is named after a hash of everything that shapes the weights, and appears by one
+rename: an interrupted warm start leaves nothing that could be taken for a model::
 
     folder = base_model("cache", Recipe(seed=0))
     accuracy = greedy_accuracy(load(folder), Adder(), count=256)
@@ -36,7 +36,7 @@ from staleflow.tasks.task import Problem
 FORMAT = 1
 """Raise it when code below changes what a recipe makes."""
 IGNORED = -100
-Row = tuple[Problem, list[int]]
+Example = tuple[Problem, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class Recipe:
     bucket: int = 8
     """Batches that are drawn together and sorted by length, so that little padding is computed."""
     near_end: int = 3
-    """Every third problem begins within 9 of the modulus. Starting again there is too rare to be learned otherwise, and
-    what the base model never does right, reinforcement cannot select."""
+    """Every third problem begins within 9 of the modulus. Wrapping around is too rare to be learned otherwise, and
+    reinforcement cannot select what the base model never does right."""
     teacher: Teacher = field(default_factory=Teacher)
     shape: Shape = field(default_factory=Shape)
 
     @property
     def key(self) -> str:
-        """Names the result. Versions of the libraries are part of it: they change the last bits of every sum."""
+        """A hash that names the result. It includes library versions, which change the last bits of every sum."""
         parts = [FORMAT, asdict(self), adder.VOCABULARY, adder.ADDITIONS_P, adder.MODULUS]
         parts += [torch.__version__, transformers.__version__]
         return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -67,7 +67,7 @@ class Recipe:
 def base_model(
     cache: str | Path, recipe: Recipe | None = None, on_step: Callable[[int, float], None] = lambda _step, _loss: None
 ) -> Path:
-    """The folder of the warmed-up model, made now if it is not there. ``on_step`` hears of every step and its loss."""
+    """The folder of the warmed-up model, made now if needed. ``on_step`` is called with every step and its loss."""
     recipe = recipe or Recipe()
 
     def make(draft: Path) -> None:
@@ -97,7 +97,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def new_model(shape: Shape, seed: int) -> LlamaForCausalLM:
-    """Untrained. Inputs are embedded large and outputs small, which is what makes a minute of training enough."""
+    """An untrained model. Large input and small output embeddings are why a minute of training is enough."""
     config = LlamaConfig(
         vocab_size=len(adder.VOCABULARY),
         hidden_size=shape.hidden,
@@ -159,11 +159,11 @@ def _rate(step: int, recipe: Recipe) -> float:
 
 
 def _batches(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of rows of similar length, in random order; without end."""
+    """Batches of examples of similar length, in random order; endless."""
     task, random = Adder(recipe.seed), torch.Generator().manual_seed(recipe.seed + 1)
     number = 0
     while True:
-        rows: list[Row] = []
+        rows: list[Example] = []
         while len(rows) < recipe.batch * recipe.bucket:
             problem = task.problem(number)
             number += 1
@@ -178,17 +178,17 @@ def _batches(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
             yield _padded(cuts[at])
 
 
-def _cut(rows: list[Row], parts: int) -> list[list[Row]]:
-    """Sorted by length and cut into parts of about as many tokens each: equal noise in every step, little padding."""
+def _cut(rows: list[Example], parts: int) -> list[list[Example]]:
+    """Sort by length and cut into parts with about equally many tokens: equal noise in every step, little padding."""
     rows = sorted(rows, key=lambda row: len(row[1]))
     ends = list(accumulate(len(response) for _, response in rows))
-    cuts: list[list[Row]] = [[] for _ in range(parts)]
+    cuts: list[list[Example]] = [[] for _ in range(parts)]
     for row, end in zip(rows, ends, strict=True):
         cuts[min(parts - 1, (end - 1) * parts // ends[-1])].append(row)
     return [cut for cut in cuts if cut]
 
 
-def _padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+def _padded(rows: Sequence[Example]) -> tuple[Tensor, Tensor]:
     longest = adder.PROMPT_TOKENS + max(len(response) for _, response in rows)
     ids = torch.full((len(rows), longest), adder.PAD)
     labels = torch.full((len(rows), longest), IGNORED)
@@ -222,7 +222,7 @@ def greedy_accuracy(model: Any, task: Adder, count: int = 256) -> float:
 
 @torch.inference_mode()
 def generate(model: Any, problems: Sequence[Problem], temperature: float, seed: int = 0) -> list[list[int]]:
-    """One response per problem, all in one batch; 0 takes the most likely token. For checks: engines are faster."""
+    """One response per problem, in one batch; temperature 0 is greedy. For checks: engines are faster."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.tensor([problem.prompt for problem in problems])
     done = torch.zeros(len(problems), dtype=torch.bool)

@@ -1,11 +1,11 @@
-"""Folders that are made once and found again: written beside their place, then renamed.
+"""Folders that are made once and found again: written under another name, then renamed.
 
-A maker that is cut off leaves nothing that could be taken for its result; of two that make the same folder at once,
-the second finds the first one's::
+A process that is killed leaves nothing that could be taken for a result; of two that make the same folder at once, the
+second finds the first one's::
 
     folder = made_once(cache / "model-1f3a", lambda draft: model.save_pretrained(draft))
 
-A maker holds a lock on its draft as long as it lives, so what a killed one left is known and removed by the next.
+A process locks its draft while it runs, so that the next one knows which drafts are abandoned, and removes them.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from staleflow.tasks.task import TaskError
 
 PARTIAL = ".partial"
 YOUNG_S = 60.0
-"""A draft that was made less than this ago may be about to be locked."""
+"""A younger draft may not be locked yet."""
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:
@@ -48,7 +48,7 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
 
 
 def abandoned(folder: Path) -> Iterator[Path]:
-    """Drafts whose makers are dead."""
+    """Drafts whose process is dead."""
     for draft in folder.glob(f"*{PARTIAL}"):
         if time.time() - draft.stat().st_mtime < YOUNG_S:
             continue

@@ -1,12 +1,12 @@
-"""From the section ``data`` to what a run asks and how it reads the answers: model folder, tokenizer, data and splits.
+"""From the section ``data`` to the prompts of a run and their decoder: model folder, tokenizer, data and splits.
 
     folder = model_folder("adder", cache)   # made or converted now if it is not in the cache
     task = open_task(data, folder, seed=0, evaluated=256)
     task.prompts.ids(0), task.prompts.problem(0)
     task.decode(tokens)
 
-The embedded task needs no tokenizer. Other data is encoded by the ``tokenizers`` library; transformers is loaded for
-chat templates alone. What is held out of training is decided by a hash of the prompt.
+The embedded task needs no tokenizer. Other data is encoded by the ``tokenizers`` library; transformers is loaded only
+for chat templates. A hash of the prompt decides what is held out of training.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,20 +21,20 @@ from staleflow.tasks.adder import Adder
 from staleflow.tasks.options import ADDER, GYM, SMOLLM, Data, is_file
 from staleflow.tasks.prompts import DataPrompts, Encode, TaskPrompts
 from staleflow.tasks.smollm import smollm
-from staleflow.tasks.sources import generated, read_file, reasoning_gym
+from staleflow.tasks.sources import from_function, read_file, reasoning_gym
 from staleflow.tasks.task import Problem, Task, TaskError, digest
 
 AWAY_FROM_WARM_START = 1000
-"""Added to the seed of the problems that are trained on, so that they are not those that the warm start has seen."""
+"""Added to the seed of the training problems, so that they are not those that the warm start has seen."""
 MOST_HELD_OUT = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSet:
     prompts: DataPrompts | TaskPrompts
-    """What is trained on, by number."""
+    """The training prompts, by number."""
     held_out: list[tuple[tuple[int, ...], Problem]]
-    """What is evaluated: the tokens of a prompt, and what the reward must know."""
+    """The problems of the evaluation, each with the tokens of its prompt."""
     decode: Callable[[Sequence[int]], str]
     """The text of a response, as the reward sees it."""
     stop_tokens: tuple[int, ...]
@@ -43,14 +43,14 @@ class TaskSet:
 
     @property
     def fingerprint(self) -> str:
-        """Equal where every number means the same prompt."""
+        """Equal for two sets in which every number stands for the same prompt."""
         return self.prompts.fingerprint
 
 
 def model_folder(
     model: str, cache: str, seed: int = 0, on_step: Callable[[int, float], None] = lambda _step, _loss: None
 ) -> Path:
-    """The folder of the model. ``on_step`` hears of the steps of a warm start, if there is one."""
+    """The folder of the model. ``on_step`` is called with each step of a warm start, if there is one."""
     if model == ADDER:
         from staleflow.tasks.base_model import Recipe, base_model
 
@@ -59,7 +59,7 @@ def model_folder(
 
 
 def open_task(data: Data, folder: Path, seed: int, evaluated: int) -> TaskSet:
-    """``evaluated``: how many problems are held out to be evaluated, at most."""
+    """Open data and tokenizer. ``evaluated``: the most problems that are held out for evaluation."""
     if data.source == ADDER:
         return _embedded(seed, evaluated)
     encode, decode = _text(data, folder)
@@ -89,7 +89,7 @@ def first_problem(data: Data, seed: int) -> Problem:
 
 
 def stop_tokens(folder: Path) -> tuple[int, ...]:
-    """The tokens at which the model ends: those of its generation settings, its own and its tokenizer's."""
+    """The end tokens of the model: those of its generation settings, its configuration and its tokenizer."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         value = _json(folder / name).get("eos_token_id")
@@ -123,7 +123,7 @@ def _source(data: Data) -> Task | list[Problem]:
     try:
         if data.source.startswith(GYM):
             return reasoning_gym(data.source.removeprefix(GYM), **data.arguments)
-        return generated(data.source, data.prompt, data.answer, **data.arguments)
+        return from_function(data.source, data.prompt, data.answer, **data.arguments)
     except StaleFlowError:
         raise
     except Exception as error:  # whatever the user's function raises
@@ -133,7 +133,7 @@ def _source(data: Data) -> Task | list[Problem]:
 
 
 def _split(data: Data, problems: list[Problem]) -> tuple[list[Problem], list[Problem]]:
-    """What is trained on and what is held out, never the same prompt in both."""
+    """The training problems and the held-out ones; no prompt is in both."""
     if data.held_out is not None:
         held = read_file(data.held_out, data.prompt, data.answer)
         held = list({problem.prompt: problem for problem in held}.values())
@@ -158,7 +158,7 @@ def _rank(problem: Problem) -> int:
 
 
 def _encoded(problems: list[Problem], encode: Encode, longest: int, most: int) -> list[tuple[tuple[int, ...], Problem]]:
-    """The first ``most`` of those whose prompts are not too long."""
+    """The first ``most`` problems whose prompts are not too long, with their tokens."""
     found: list[tuple[tuple[int, ...], Problem]] = []
     for problem in problems:
         tokens = tuple(encode(problem.prompt) if isinstance(problem.prompt, str) else problem.prompt)
@@ -220,5 +220,5 @@ def _chat(data: Data, folder: Path) -> Encode:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """What the file says; nothing if it is not there."""
+    """The content of a JSON file; empty if there is none."""
     return read_json(path) if path.is_file() else {}

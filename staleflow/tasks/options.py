@@ -1,4 +1,4 @@
-"""Which problems a run asks: the section ``data`` of the configuration, and what kinds of sources there are."""
+"""The problems of a run: the section ``data`` of the configuration, and the kinds of sources."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,11 +25,11 @@ SOURCES = Registry(
     takes=(),
     arguments="arguments",
 )
-"""The user's own is called with ``data.arguments`` alone. Files are read by ``read(path, prompt, answer)``."""
+"""The user's own is called with ``data.arguments`` only. Files are read by ``read(path, prompt, answer)``."""
 
 
 def is_file(source: str) -> bool:
-    """Whether the source is one of the kinds of files."""
+    """Whether the source is a data file."""
     return (SOURCES.key(source) or "").startswith(".")
 
 
@@ -50,15 +50,15 @@ class Data(Section):
     max_prompt_tokens: Count = 512
     """Longer prompts are left out."""
     epochs: Count | None = None
-    """How often a finite data set is read; null: as long as the run goes."""
+    """How often a finite data set is read; null: until the run ends."""
     shuffle: bool = True
-    """In every epoch anew, by the seed."""
+    """Shuffle the data anew in every epoch, by the seed."""
     held_out: str | None = None
     """A file with the problems of the evaluation; null: some are split off the source."""
     held_out_count: Count | None = None
     """How many are split off, by a hash of their prompts; null: a tenth of the data, at most 1,000."""
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Given to ``module:function``, or to the reasoning-gym task."""
+    """Passed to ``module:function``, or to the reasoning-gym task."""
 
     @property
     def longest_prompt(self) -> int:

@@ -1,7 +1,7 @@
-"""The order in which a finite data set is read: shuffled anew in every epoch, and no state at all.
+"""The order in which a finite data set is read: shuffled anew in every epoch, without any state.
 
 Prompt number ``n`` is item ``permutation(epoch)[n mod size]`` of epoch ``n div size``, and the permutation is computed
-for one place at a time. So the cursor of a run is one number, and going on from it after a restart is exact::
+for one place at a time. So the cursor of a run is one number, and a resume from it is exact::
 
     order = Order(size=1000, seed=0)
     epoch, index = order.place(1234)        # (1, ...)
@@ -22,14 +22,14 @@ class Order:
     size: int
     seed: int
     epochs: int | None = None
-    """How often the data is read; None for ever."""
+    """How often the data is read; None: endlessly."""
     shuffle: bool = True
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise TaskError("the data set is empty: name a file or a generator that has items")
         if self.epochs is not None and self.epochs < 1:
-            raise TaskError(f"epochs={self.epochs}: read the data at least once, or leave it out to read it for ever")
+            raise TaskError(f"epochs={self.epochs}: read the data at least once, or leave it out to read it endlessly")
 
     def place(self, number: int) -> tuple[int, int] | None:
         """(epoch, index) of prompt ``number``; None past the last epoch."""
@@ -47,10 +47,10 @@ def _keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def permute(at: int, size: int, keys: tuple[int, ...]) -> int:
-    """A permutation of ``range(size)``: a Feistel network on the next even number of bits, walked until it is inside.
+    """A permutation of ``range(size)``: a Feistel network on the next even number of bits, repeated until in range.
 
-    The network is a permutation of at most ``4 * size`` numbers whatever its round function is. Walking along its
-    cycles from a number below ``size`` to the next one below ``size`` is then a permutation of those.
+    The network is a permutation of at most ``4 * size`` numbers, whatever its round function. Following its cycles from
+    a number below ``size`` to the next one below ``size`` is then a permutation of those.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1

@@ -1,7 +1,7 @@
-"""The numbered prompts of a run: what the trajectory server draws from, and what the verifier looks up again.
+"""The numbered prompts of a run: the trajectory server draws from them, and the reward looks problems up.
 
 Both kinds are pure functions of the prompt's number, so a resumed run, a replacement for a lost group and a reward
-worker all see the same problem, and there is no cursor to save beyond that number::
+worker all see the same problem, and that number is the only cursor to save::
 
     prompts = DataPrompts(read_jsonl("train.jsonl"), encode=tokenizer.encode, seed=0, max_tokens=512)
     prompts.tokens(0), prompts.ids(0)       # for the trajectory server
@@ -21,15 +21,15 @@ from staleflow.tasks.task import Problem, Split, Task, TaskError, digest
 
 Encode = Callable[[str], Sequence[int]]
 RECENT = 4096
-"""Encoded prompts that are kept: a group asks for its prompt several times within a short while."""
+"""Encoded prompts that are kept: a group needs its prompt several times within a short while."""
 
 
 class DataPrompts:
     """Prompts from a finite data set, shuffled in every epoch.
 
-    A prompt that is longer than ``max_tokens`` is left out before anything is numbered. Which ones those are depends on
-    the data, the encoder and the limit alone, so leaving them out does not make a resume less exact. The encoder sees
-    every prompt once at the start for that; only lengths are kept.
+    Prompts longer than ``max_tokens`` are left out before anything is numbered. Which ones depends only on the data,
+    the encoder and the limit, so a resume stays exact. For this every prompt is encoded once at the start; only lengths
+    are kept.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class DataPrompts:
             lengths.append(len(ids) // TOKEN.itemsize)
             seen.update(len(ids).to_bytes(8, "little") + ids + repr(problem.facts).encode(errors="surrogatepass"))
         self.fingerprint = seen.hexdigest()
-        """Equal where every number means the same problem: a resume with another one reads other data."""
+        """Equal for data in which every number stands for the same problem; a resume compares it."""
         self._kept = [at for at, length in enumerate(lengths) if 0 < length <= (max_tokens or length)]
         self.skipped = len(problems) - len(self._kept)
-        """Items that are never asked: too long, or empty."""
+        """Items that are left out: too long, or empty."""
         if problems and not self._kept:
             raise TaskError(
                 f"all {len(problems)} prompts are empty or longer than {max_tokens} tokens (shortest: {min(lengths)}): "
@@ -81,7 +81,7 @@ class DataPrompts:
 
 
 class TaskPrompts:
-    """Prompts from a task: prompt ``n`` is problem ``n``, without end unless ``limit`` sets one."""
+    """Prompts from a task: prompt ``n`` is problem ``n``, endless unless there is a ``limit``."""
 
     def __init__(
         self, task: Task, split: Split = "train", encode: Encode | None = None, limit: int | None = None

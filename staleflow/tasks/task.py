@@ -1,8 +1,8 @@
 """What a task is: problems by number, the same ones for the same seed, and a verifier.
 
-A problem is a value that can be written as JSON, so it can go to a reward worker on another machine. Which split a
-problem belongs to depends on the problem alone (``held_out``): never on the seed, the order or the size of a run. So
-what is held out once is held out of every warm start and every run::
+A problem is a value that can be written as JSON, so it can be sent to a reward worker on another machine. Its split
+depends only on the problem itself (``held_out``): not on the seed, the order or the size of a run. So what is held out
+once is held out of every warm start and every run::
 
     task = Adder(seed=0)
     problem = task.problem(7)                     # the same problem whenever and wherever it is asked for
@@ -34,7 +34,7 @@ class Problem(NamedTuple):
 @runtime_checkable
 class Task(Protocol):
     def problem(self, index: int, split: Split = "train") -> Problem:
-        """The problem of this number; there is one for every number from 0 on."""
+        """The problem of this number; there is one for every number from 0."""
         ...
 
     def verify(self, problem: Problem, tokens: Sequence[int]) -> float:
@@ -43,7 +43,7 @@ class Task(Protocol):
 
 
 def digest(*parts: object) -> int:
-    """64 bits that depend on the parts alone: not on the process, the machine or Python's hash seed."""
+    """A hash of 64 bits that depends only on the parts: not on the process, the machine or Python's hash seed."""
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 

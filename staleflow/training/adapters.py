@@ -1,8 +1,8 @@
-"""Which parameters of a model are trained: all, those that patterns name, or LoRA adapters put beside its matrices.
+"""Which parameters of a model are trained: all, those that match patterns, or LoRA adapters added to its matrices.
 
     prepare(model, options)                     # in place
     with adapters_off(model): ...               # the model as it was before training
-    merged(model)["model.norm.weight"]          # what model.safetensors would hold
+    merged_weights(model)["model.norm.weight"]  # what model.safetensors would hold
 
 Adapters are injected in place, so that a model keeps its class and everything else works on it as before.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from staleflow.training.options import TrainerOptions
 
 ADAPTER, BASE = ".lora_", ".base_layer."
-"""Parts of the names that peft gives to an adapter's tensors, and to the matrix it stands beside."""
+"""Parts of the names that peft gives to an adapter's tensors, and to the matrix that it is added to."""
 
 
 def prepare(model: Any, options: TrainerOptions) -> None:
@@ -38,7 +38,7 @@ def prepare(model: Any, options: TrainerOptions) -> None:
 
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
-    """Without its adapters, a model is what it was before training."""
+    """Meanwhile the model is what it was before training."""
     layers = _adapted(model)
     for layer in layers.values():
         layer.enable_adapters(False)
@@ -50,10 +50,10 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def merged(model: Any) -> dict[str, Tensor]:
+def merged_weights(model: Any) -> dict[str, Tensor]:
     """Every tensor under its Hugging Face name, W + (alpha / rank) B A where there is an adapter.
 
-    Tied tensors have their first name only, as in a file. What has no adapter shares its memory with the model.
+    Tied tensors appear under their first name only, as in a file. Tensors without an adapter share the model's memory.
     """
     deltas = {f"{name}.weight": layer.get_delta_weight("default") for name, layer in _adapted(model).items()}
     found: dict[str, Tensor] = {}

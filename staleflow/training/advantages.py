@@ -1,17 +1,17 @@
 """Advantages: how much better than expected a sequence, or a token, turned out.
 
 An advantage, built in or the user's own, is ``advantage(rewards_N, groups_N, segments, *, knobs)``: the rewards of N
-sequences, overlong penalty included, the number of the group (prompt) each belongs to, and which of the T tokens are
-whose. It gives one number for each sequence, or one for each token. Groups may have any sizes and lie in any order::
+sequences, overlong penalty included; the number of each one's group (prompt); and which of the T tokens belong to which
+sequence. It returns one number for each sequence or for each token. Groups may have any size and come in any order::
 
     advantages_N = grpo(rewards_N, groups_N, segments)
     advantages_T = segments.spread(advantages_N)
     gae(final_rewards(rewards_N, segments), values_T, segments).advantages_T      # PPO with a value head
 
 The promise: a group without a learning signal (one member, or all rewards equal) has advantages of exactly 0, never
-NaN. Those of scope ``group`` (``options.Advantage``) depend on their own group only, so that they can be computed as
-groups arrive; a user's function that does not say so, by an attribute ``scope``, is given the whole batch. GAE is
-apart: it needs values.
+NaN. Advantages of scope ``group`` (``options.Advantage``) depend on their own group only, so they can be computed as
+groups arrive; a user's function is given the whole batch unless its attribute ``scope`` says so. GAE is different: it
+needs values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Groups(NamedTuple):
 
 
 def grpo(rewards_N: Tensor, groups_N: Tensor, segments: Segments, *, epsilon: float = 1e-6) -> Tensor:  # noqa: ARG001
-    """A_i = (r_i - mean(r)) / (std(r) + epsilon), over the group; std with n - 1, as is usual. 0 without a signal."""
+    """A_i = (r_i - mean(r)) / (std(r) + epsilon), over the group; std with n - 1. 0 without a signal."""
     rewards_N = _checked(rewards_N)
     groups = _group(rewards_N, groups_N)
     centred_N = rewards_N - groups.mean_N
@@ -46,7 +46,7 @@ def grpo(rewards_N: Tensor, groups_N: Tensor, segments: Segments, *, epsilon: fl
 
 
 def dr_grpo(rewards_N: Tensor, groups_N: Tensor, segments: Segments) -> Tensor:  # noqa: ARG001
-    """A_i = r_i - mean(r), over the group. Goes with ``fixed-length``."""
+    """A_i = r_i - mean(r), over the group. Made for the aggregation ``fixed-length``."""
     rewards_N = _checked(rewards_N)
     groups = _group(rewards_N, groups_N)
     return torch.where(groups.signal_N, rewards_N - groups.mean_N, 0)
@@ -69,7 +69,7 @@ def reinforce_plus_plus(
 ) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + epsilon), mean and std over all tokens of the batch; 0 if all r are equal.
 
-    A sequence weighs by its length. Needs the whole batch: nothing can be trained before the last reward is known.
+    Sequences are weighted by their length. Nothing can be trained before the last reward of the batch is known.
     """
     segments.check_sequences(rewards=rewards_N)
     rewards_N = _checked(rewards_N)
@@ -111,8 +111,8 @@ def gae(
     next_T = values_T.roll(-1)
     next_T[last_N] = 0.0
     advantages_T = rewards_T.to(values_T) + gamma * next_T - values_T
-    # The recurrence by doubling: after k rounds each token has the discounted sum of the 2^k deltas from it on, so
-    # the longest sequence takes log2 rounds, not one for each token.
+    # The recurrence by doubling: after k rounds each token has the discounted sum of the next 2^k deltas, so the
+    # longest sequence takes log2 rounds, not one for each token.
     left_T = segments.spread(last_N) - torch.arange(segments.tokens, device=values_T.device)
     longest, reach = int(segments.lengths_N.max()), 1
     while reach < longest:
@@ -130,7 +130,7 @@ def final_rewards(rewards_N: Tensor, segments: Segments) -> Tensor:
 
 
 def overlong_penalty(lengths_N: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """DAPO's soft punishment, to be added to rewards; L is the length.
+    """DAPO's soft overlong punishment, to be added to rewards; L is the length.
 
     0 up to L = max_length - buffer, then falling to -factor at max_length:
     factor * clip((max_length - buffer - L) / buffer, -1, 0).

@@ -3,8 +3,8 @@
     attend_by_rows(model)                                                 # once
     decoder(input_ids=..., position_ids=..., **by_rows(lengths, starts_N))  # rows one behind the other, 1 x L
 
-In bfloat16 on a GPU all rows are one call, whatever their lengths; elsewhere each is a call of its own, which costs
-least on a CPU. A model that is called without ``rows`` attends as transformers does by ``sdpa``.
+In bfloat16 on a GPU all rows are one call, whatever their lengths; elsewhere each row is a call of its own, which is
+cheapest on a CPU. A model that is called without ``rows`` attends as transformers does by ``sdpa``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ HEAD = 8
 """The size of a head must be a multiple of this for one call over all rows."""
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     lengths: list[int]
-    """Of all tokens of each row."""
+    """Tokens of each row, prompt included."""
     starts_N: Tensor
-    """Where each begins, and the end of the last, in 32 bits."""
+    """Where each row begins, and the end of the last, in 32 bits."""
 
 
 def attend_by_rows(model: Any) -> None:
@@ -49,10 +49,10 @@ def attends_by_rows(model: Any) -> bool:
 
 
 def by_rows(lengths: Sequence[int], starts_N: Tensor) -> dict[str, Any]:
-    """What a model needs to be told about a packed pass, and where in it each row begins."""
+    """The arguments that describe a packed pass to a model: its rows, and no mask."""
     # A mask of four dimensions is passed on as it is: it keeps transformers from making one of L x L.
     no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=starts_N.device)
-    return {"rows": Rows(list(lengths), starts_N), "attention_mask": no_mask}
+    return {"rows": PackedRows(list(lengths), starts_N), "attention_mask": no_mask}
 
 
 def attention(
@@ -62,7 +62,7 @@ def attention(
     value_1HLD: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    rows: Rows | None = None,
+    rows: PackedRows | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls it: the result is 1 x L x H x D."""

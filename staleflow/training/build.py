@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from staleflow.errors import line_of
 from staleflow.training.checkpoints import quiet
 from staleflow.training.options import TrainerOptions
 from staleflow.training.trainer import Trainer
 
 
 def build(folder: str | Path, options: TrainerOptions) -> Trainer:
-    """At version 0. Weights are kept in float32, whatever precision the folder has.
+    """A trainer at version 0. Weights are kept in float32, whatever precision the folder has.
 
-    To go on with a run, build from the folder that it began with and ``checkpoints.load``: that folder is also the
-    reference of a KL term, and what adapters stand beside.
+    To resume a run, build from the folder that it began with, then ``checkpoints.load``: that folder is also the
+    reference of a KL term, and what adapters are added to.
     """
     path = Path(folder)
     if not (path / "config.json").is_file():
@@ -34,8 +35,7 @@ def build(folder: str | Path, options: TrainerOptions) -> Trainer:
                 path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # transformers raises many kinds; all mean that the folder cannot be used
-        reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{path} is no causal language model that transformers reads ({reason}): give another"
+            f"transformers cannot read {path} as a causal language model ({line_of(error)}): give another"
         ) from None
     return Trainer(model.to(where), options)

@@ -1,14 +1,14 @@
-"""Checkpoints: the model in Hugging Face format, and what the trainer needs to go on exactly where it was.
+"""Checkpoints: the model in Hugging Face format, and what the trainer needs to resume exactly.
 
     save(trainer, run / "checkpoints" / "step-000100", tokenizer=folder_of_the_base_model)
     version = load(trainer, run / "checkpoints" / "step-000100")
 
-A checkpoint is written beside its place, sealed with the checksums of its files (``checksums.py``) and renamed into
-place, so whatever has the name was whole; an unfinished one is removed by the next save. Tensors are safetensors, the
-rest is JSON: nothing is unpickled.
+A checkpoint is written under another name, sealed with the checksums of its files (``checksums.py``) and renamed, so
+whatever has the final name was whole; an unfinished one is removed by the next save. Tensors are safetensors, the rest
+is JSON: nothing is unpickled.
 
     model.safetensors, config.json   the model, adapters merged in: ``AutoModelForCausalLM.from_pretrained`` loads it
-    adapters.safetensors             LoRA's own matrices; they go beside the model that the run began with
+    adapters.safetensors             LoRA's own matrices, to be added to the model that the run began with
     value_head.safetensors           of PPO
     optimiser.safetensors            moments by parameter, and the state of the random number generators
     checksums.json                   of all of these
@@ -53,8 +53,8 @@ def save(
 ) -> None:
     """Write a checkpoint of the trainer between two steps.
 
-    ``tokenizer``: a folder whose tokenizer files go along. ``also``: more files by name, as whole as the rest.
-    ``replace``: one that has the name already goes once this one is whole.
+    ``tokenizer``: a folder whose tokenizer files are copied. ``also``: more files by name. ``replace``: an existing
+    checkpoint of this name is removed once the new one is whole.
     """
     target = Path(folder)
     if target.exists() and not replace:
@@ -94,7 +94,7 @@ def _write(trainer: Trainer, folder: Path) -> None:
 def load(trainer: Trainer, folder: str | Path) -> int:
     """Bring a trainer of the same model and options to where it was saved. Returns its version.
 
-    With adapters, the model must have been built from what the run began with; the merged weights are compared.
+    With adapters, the model must have been built from the folder that the run began with; merged weights are compared.
     """
     source = Path(folder)
     try:
@@ -130,7 +130,7 @@ def load(trainer: Trainer, folder: str | Path) -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars of transformers: a trainer is one of many processes that share a terminal."""
+    """No progress bars of transformers: a trainer is one of many processes that share a terminal."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -140,8 +140,8 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def trained(trainer: Trainer) -> dict[str, Tensor]:
-    """The parameters that the optimiser moves, by name."""
+def trained_parameters(trainer: Trainer) -> dict[str, Tensor]:
+    """The parameters that the optimiser changes, by name."""
     found = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
     if trainer.value_head is not None:
         found |= {f"value_head.{name}": each for name, each in trainer.value_head.named_parameters()}
@@ -149,10 +149,10 @@ def trained(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def optimiser_state(trainer: Trainer) -> dict[str, Tensor]:
-    """The optimiser's state by ``parameter key``, and the random number generators'."""
+    """The state of the optimiser, by ``parameter key``, and of the random number generators."""
     found = {
         f"{name} {key}": value.contiguous()
-        for name, parameter in trained(trainer).items()
+        for name, parameter in trained_parameters(trainer).items()
         for key, value in trainer.optimiser.state.get(parameter, {}).items()
     }
     found[RNG] = torch.get_rng_state()
@@ -162,8 +162,8 @@ def optimiser_state(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def restore_optimiser(trainer: Trainer, saved: Mapping[str, Tensor]) -> None:
-    """What ``optimiser_state`` gave; moments that are not in it stay."""
-    named = trained(trainer)
+    """Load what ``optimiser_state`` returned; moments that are not in it stay."""
+    named = trained_parameters(trainer)
     for full, value in saved.items():
         name, _, key = full.rpartition(" ")
         if name in named:
@@ -185,7 +185,7 @@ def _check_shapes(source: Path, mine: dict[str, Tensor], saved: dict[str, Tensor
 
 def _check_trained(source: Path, trainer: Trainer, optimiser: dict[str, Tensor]) -> None:
     saved = {full.rpartition(" ")[0] for full in optimiser if full not in (RNG, CUDA_RNG)}
-    if saved and (apart := saved ^ trained(trainer).keys()):
+    if saved and (apart := saved ^ trained_parameters(trainer).keys()):
         raise CheckpointError(
             f"{source} was not trained on the same parameters, such as {min(apart)}: resume with the same advantage, "
             "train_only and lora options"
@@ -197,8 +197,8 @@ def _check_base(source: Path, mine: dict[str, Tensor], saved: dict[str, Tensor])
         apart = (mine[name].cpu().to(tensor.dtype) - tensor).abs().max()
         if apart > SAME_BASE * tensor.abs().max():
             raise CheckpointError(
-                f"{source}: its adapters do not belong beside this model's {name}: build the trainer from the folder "
-                "that the run began with"
+                f"{source}: its adapters do not belong to this model's {name}: build the trainer from the folder that "
+                "the run began with"
             )
 
 

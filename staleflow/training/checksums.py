@@ -1,10 +1,10 @@
-"""Whether a checkpoint is whole: a checksum of each of its files, written last, and compared before it is used.
+"""Whether a checkpoint is whole: a checksum of each of its files, written last and compared before use.
 
-    seal(folder)            # writes checksums.json beside the files, and brings all of it to the disk
-    damage(folder)          # "", or which file is not what was written, and how
+    seal(folder)            # writes checksums.json beside the files, and syncs everything to disk
+    damage(folder)          # "", or which file has changed, and how
 
 A checkpoint without ``checksums.json`` is of an earlier release, unless its ``trainer.json`` says that it was sealed.
-Its files are then checked as far as they tell by themselves: JSON that can be read, tensors as long as announced.
+Such a checkpoint is checked as far as possible without: its JSON can be read, its tensor files have the right length.
 """
 
 import json
@@ -13,17 +13,19 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from staleflow.errors import line_of
+
 CHECKSUMS = "checksums.json"
 TRAINER, OPTIMISER = "trainer.json", "optimiser.safetensors"
 UNFINISHED, REPLACED, REMOVED = ".unfinished-", ".replaced-", ".removed-"
-"""How the names of checkpoints begin that are being written, or that are on their way out."""
+"""Prefixes of the names of checkpoints that are being written, replaced or removed."""
 SEALED = "sealed"
 """In ``trainer.json``: there is a ``checksums.json``."""
 PIECE = 1 << 22
 
 
 def seal(folder: Path) -> None:
-    """Note what is in the folder. Its files and the folder itself are on the disk when this returns."""
+    """Write the checksums of the folder's files. All files and the folder itself are synced when this returns."""
     for file in folder.iterdir():
         sync(file)
     (folder / CHECKSUMS).write_text(_render(folder, [file.name for file in folder.iterdir()]))
@@ -36,11 +38,11 @@ def sealed(folder: Path) -> bool:
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with the checkpoint, by file; empty if nothing is. Files beside those that were saved may be."""
+    """The first damaged file and what is wrong with it; empty if there is none. Additional files are allowed."""
     try:
         return _changed(folder) if sealed(folder) else _implausible(folder)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        return f"{CHECKSUMS} cannot be read ({' '.join(str(error).split())})"
+        return f"{CHECKSUMS} cannot be read ({line_of(error)})"
 
 
 def _changed(folder: Path) -> str:
@@ -60,7 +62,7 @@ def _changed(folder: Path) -> str:
 
 
 def _render(folder: Path, names: list[str]) -> str:
-    """One text for one content, so that the checksums themselves can be compared as they are."""
+    """Equal for equal content, so that the whole text can be compared."""
     noted = {name: {"bytes": (folder / name).stat().st_size, "xxh3": _checksum(folder / name)} for name in names}
     return json.dumps(noted, indent=1, sort_keys=True) + "\n"
 
@@ -76,7 +78,7 @@ def _checksum(path: Path) -> str:
 
 
 def _implausible(folder: Path) -> str:
-    """Of a checkpoint without checksums."""
+    """What is wrong with a checkpoint that has no checksums, as far as that can be seen."""
     try:
         state = json.loads((folder / TRAINER).read_text())
         said = state.get(SEALED)
@@ -96,7 +98,7 @@ def _implausible(folder: Path) -> str:
 
 
 def _announced(path: Path) -> int | None:
-    """How long a safetensors file says it is, if it is one: 8 bytes with the length of its head, head, and tensors."""
+    """How long a safetensors file should be: 8 bytes with the length of its head, the head, and the tensors."""
     with path.open("rb") as file:
         try:
             (length,) = struct.unpack("<Q", file.read(8))

@@ -1,8 +1,8 @@
-"""Off-policy correction: what to do about tokens that another policy drew than the one that is trained.
+"""Off-policy correction: what to do about tokens that were not drawn from the policy that is trained.
 
 Three policies meet in a step: *behaviour* (the engine, maybe some versions old) drew the tokens, *proximal* (the
-trainer's own weights when the step began) is recomputed, *current* is what gradients flow through. A ``Correction``
-says which policy the ratio in a loss is taken against, how much each token weighs, and which sequences are left out::
+trainer's own weights when the step began) is recomputed, and gradients flow through *current*. A ``Correction`` says
+which policy the ratio in a loss is taken against, how much each token weighs, and which sequences are left out::
 
     correction = truncated(proximal_T, behaviour_T, segments, importance_cap=2.0)
     loss = ppo_clip(logprobs_T, advantages_T, segments, correction)
@@ -30,11 +30,11 @@ LOG_RATIO_LIMIT = 20.0
 @dataclass(frozen=True)
 class Correction:
     anchor_T: Tensor
-    """Log-probabilities that the ratio of a loss is taken against."""
+    """Log-probabilities below the ratio of a loss."""
     weights_T: Tensor
     """What each token's loss is multiplied by, outside of any clip."""
     keep_N: Tensor | None = None
-    """Sequences that are trained on; None: all. The others count neither in the sum nor in the normaliser."""
+    """Which sequences are trained on; None: all. The others count neither in the sum nor in the normaliser."""
     metrics: Metrics = field(default_factory=Metrics)
 
 
@@ -44,7 +44,7 @@ def log_ratio(above_T: Tensor, below_T: Tensor) -> Tensor:
 
 
 def uncorrected(proximal_T: Tensor, behaviour_T: Tensor, segments: Segments) -> Correction:  # noqa: ARG001
-    """None: ratio = pi / behaviour, weight = 1. The clip of the loss alone holds off-policy tokens."""
+    """No correction: ratio = pi / behaviour, weight = 1. Only the clip of the loss limits off-policy tokens."""
     behaviour_T = behaviour_T.detach()
     return Correction(behaviour_T, torch.ones_like(behaviour_T))
 
@@ -59,7 +59,7 @@ def truncated(
 ) -> Correction:
     """Truncated importance sampling by token: ratio = pi / proximal, weight = min(proximal / behaviour, cap).
 
-    The cap bounds the variance and costs a bias for the tokens above it.
+    The cap bounds the variance and biases the tokens above it.
     """
     _check_same(proximal_T, behaviour_T)
     raw_T = log_ratio(proximal_T, behaviour_T).exp()
@@ -77,7 +77,7 @@ def masked_by_sequence(
 ) -> Correction:
     """Leave out sequence i unless exp(1/|o_i| sum_t log(proximal_t / behaviour_t)) is inside the band.
 
-    What is left is as without a correction: ratio = pi / behaviour, weight = 1.
+    The others are as without a correction: ratio = pi / behaviour, weight = 1.
     """
     low, high = sequence_band
     _check_same(proximal_T, behaviour_T)
@@ -109,7 +109,7 @@ def difference(trainer_T: Tensor, behaviour_T: Tensor, threshold: float = 0.1) -
     ``logprob_kl``              mean of exp(d) - 1 - d, which estimates KL(behaviour || trainer) and is never negative
     ``logprob_beyond``          share of tokens with |d| > threshold
 
-    Over all tokens it holds staleness and numerics together; over those of the trainer's own version, numerics alone.
+    Over all tokens it measures staleness and numerics together; over those of the trainer's own version, numerics only.
     """
     if not threshold > 0:
         raise ValueError(f"threshold={threshold}: give a difference of log-probabilities above 0, such as 0.1")

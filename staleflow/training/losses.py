@@ -1,17 +1,17 @@
 """Token-level objectives, as sums that a trainer can stream.
 
-Each loss takes current log-probabilities, advantages and a correction, all flat, and gives a ``LossSum``: the sum that
-gradients come from, its counts, and metrics that add up over chunks::
+Each loss takes current log-probabilities, advantages and a correction, all flat, and returns a ``LossSum``: the sum
+that gradients come from, its counts, and metrics that add up over passes::
 
     loss = dapo(logprobs_T, advantages_T, segments, truncated(logprobs_T, behaviour_T))
     loss = loss.plus(kl_loss(logprobs_T, reference_T, segments, loss.aggregation), 0.01)
     loss.total.backward()                       # then scale_gradients(..., step.scale), see packed.py
 
 A policy loss, built in or the user's own, is ``loss(logprobs_T, advantages_T, segments, correction, aggregation, *,
-knobs)``: T generated tokens of whole sequences, one behind the other; advantages and what a correction holds have no
-gradient. It gives the ``LossSum`` that ``aggregate`` makes of one value for each token. It is called for one pass of a
-few sequences at a time, so a token's value may depend on its own sequence and on nothing else. The default of
-``aggregation`` says what it goes with; its knobs are those parameters that settings or ``loss_arguments`` name.
+knobs)``: T generated tokens of whole sequences, one after the other; advantages and correction have no gradient. It
+returns the ``LossSum`` that ``aggregate`` makes of one value for each token. It is called for a few sequences at a
+time, so a token's value may depend on its own sequence and on nothing else. The default of ``aggregation`` is the one
+the loss is made for; its knobs are those parameters that settings or ``loss_arguments`` name.
 
 Below, r = pi / anchor is the ratio to the correction's anchor, w its weight, A the advantage, sg stops the gradient.
 At r = 1 and w = 1 every policy loss has the gradient of -A log pi.
@@ -64,9 +64,9 @@ def dapo(
     eps_high: float = 0.28,
     dual_clip: float | None = None,
 ) -> LossSum:
-    """DAPO: PPO with the clip higher above (so that rare tokens can grow), as a mean over all tokens of the batch.
+    """DAPO: PPO with a higher upper clip (so that rare tokens can grow), as a mean over all tokens of the batch.
 
-    Its other two parts are about rewards: the filter ``no-signal`` for dynamic sampling, and ``overlong_penalty``.
+    Its other two parts concern rewards: the filter ``no-signal`` for dynamic sampling, and ``overlong_penalty``.
     """
     knobs = {"eps_low": eps_low, "eps_high": eps_high, "dual_clip": dual_clip}
     return ppo_clip(logprobs_T, advantages_T, segments, correction, aggregation, **knobs)
@@ -106,7 +106,7 @@ def cispo(
 ) -> LossSum:
     """CISPO: l = -w sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi.
 
-    The weight is clipped and not the gradient: every token keeps one. By default only the upper side is, at 5.
+    The weight is clipped and not the gradient: every token keeps one. By default only the upper side is clipped, at 5.
     """
     advantages_T = _checked(logprobs_T, advantages_T, segments, correction)
     log_ratio_T = log_ratio(logprobs_T.detach(), correction.anchor_T)
@@ -122,13 +122,13 @@ PolicyLoss = Callable[..., LossSum]
 
 
 def policy_loss(options: TrainerOptions) -> tuple[PolicyLoss, Aggregation]:
-    """The loss with its knobs, and how it is aggregated."""
+    """The configured loss with its knobs, and how it is aggregated."""
     loss = LOSSES.bound(options.loss, options.clip, options.loss_arguments)
     return loss, _aggregation(options, loss)
 
 
 def _aggregation(options: TrainerOptions, loss: PolicyLoss) -> Aggregation:
-    """As asked for; ``auto``: a loss whose default is not a mean over tokens keeps it, else the advantage may say."""
+    """As configured; ``auto``: the loss's own default unless that is a mean over tokens, else the advantage's."""
     kind = options.aggregation
     if kind == "auto":
         own = inspect.signature(loss).parameters["aggregation"].default
@@ -200,7 +200,7 @@ def _clipped(
     aggregation: Aggregation,
     clip: tuple[float, float, float | None],
 ) -> LossSum:
-    """The clipped surrogate of PPO and GSPO, which differ in the ratio only."""
+    """The clipped surrogate of PPO and GSPO, which differ only in the ratio."""
     eps_low, eps_high, dual_clip = clip
     ratio_T = log_ratio_T.exp()
     losses_T = torch.maximum(-advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - eps_low, 1 + eps_high))

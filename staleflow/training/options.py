@@ -1,11 +1,11 @@
-"""What a trainer can be told; contradictions are refused before anything is loaded.
+"""The options of a trainer; contradictions are refused before anything is loaded.
 
 ``Training`` is the section of the configuration. ``TrainerOptions`` adds what follows from other sections::
 
     TrainerOptions(max_staleness=2, advantage="gae", learning_rate=5e-5, whiten_advantages=True).whole_batch
 
-Losses, advantages and corrections are entries of a registry each: a built-in is one function and one line here, the
-user's own is ``module:function``. What each kind of function takes and returns stands in the module of the built-ins.
+Losses, advantages and corrections have a registry each: a built-in is one function and one line here, the user's own is
+``module:function``. What each kind of function takes and returns is in the module of the built-ins.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 """The matrices of a layer, as Llama, Mistral and Qwen name them."""
 EMBEDDINGS = ("embed_tokens", "lm_head")
 CLIP = ("eps_low", "eps_high", "dual_clip")
-"""The knobs of built-in losses; which has which is seen in their signatures."""
+"""The knobs of built-in losses; the signature of each shows which it has."""
 AggregationKind = Literal["token-mean", "sequence-mean", "fixed-length"]
 
 
 @dataclass(frozen=True, slots=True)
 class Advantage(Entry):
     scope: Literal["group", "batch", "values"] = "batch"
-    """What advantages depend on: the rewards of their own group, which can then be trained as it arrives; all of the
+    """What advantages depend on: the rewards of their own group, which can then be trained as it arrives; the whole
     batch; or a value head."""
     whitened: bool = False
     """Whether they are whitened already."""
@@ -80,7 +80,7 @@ class Training(Section):
     """For responses of older versions: none beyond the loss's own clipping, importance weights truncated by token,
     masked by sequence, decoupled PPO, or ``module:function``."""
     advantage_arguments: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Given to ``module:function``."""
+    """Passed to ``module:function``."""
     loss_arguments: dict[str, Any] = field(default_factory=dict[str, Any])
     correction_arguments: dict[str, Any] = field(default_factory=dict[str, Any])
     aggregation: Literal["auto", AggregationKind] = "auto"
@@ -96,7 +96,7 @@ class Training(Section):
     whiten_advantages: bool = False
     """To mean 0 and deviation 1 over all tokens of a step."""
     skip_no_signal: bool = True
-    """Leave out groups whose advantages are all 0, also of the mean, unless another term of the loss needs them."""
+    """Leave out groups whose advantages are all 0, from means too, unless another term of the loss needs them."""
     overlong_buffer: Whole = 0
     """Tokens before ``rollout.max_tokens`` over which rewards fall by up to ``overlong_penalty``; 0: they do not."""
     overlong_penalty: Amount = 1.0
@@ -112,17 +112,17 @@ class Training(Section):
     """For ppo and dapo: beyond this ratio, tokens of negative advantage have no gradient; null: they all have."""
     entropy_coefficient: Amount = 0.0
     kl_coefficient: Amount = 0.0
-    """Of the divergence from the model that the run began with."""
+    """Weight of the divergence from the model that the run began with."""
     value_coefficient: Amount = 0.5
     value_clip: Annotated[float, Limits(0, infinite=True)] = 0.2
-    """How far from where the step began a value may gain by moving; felt with several updates a step."""
+    """How far a value may move in a step and still lower the loss; matters with several updates per step."""
 
     # Updates
     updates_per_step: Count = 1
-    """Above 1, the groups of a step, in the order fed, are cut into this many mini-batches of one update each."""
+    """Above 1, the groups of a step, in the order fed, are split into this many mini-batches of one update each."""
     learning_rate: Positive = 1e-5
     value_learning_rate: Positive | None = None
-    """Of the value head; null: as the model's."""
+    """Learning rate of the value head; null: that of the model."""
     warmup_steps: Whole = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does between warm-up and the last step."""
@@ -134,18 +134,18 @@ class Training(Section):
     lora_rank: Whole = 0
     """Above 0, only adapters of this rank are trained."""
     lora_alpha: Positive = 32.0
-    """Adapters are added times this over their rank."""
+    """Adapters are scaled by this over their rank."""
     lora_targets: tuple[str, ...] = LINEAR
     """The last part of the names of the matrices that get adapters."""
     lora_seed: Whole = 0
     train_only: tuple[str, ...] = ()
     """Patterns of the names of parameters that are trained, such as ``model.layers.3.*``; none: all."""
     activation_checkpointing: bool = False
-    """Compute activations twice instead of keeping them."""
+    """Recompute activations instead of keeping them."""
     autocast: Literal["auto", "off"] = "auto"
     """``auto``: matrix products in bfloat16 on a GPU."""
     micro_tokens: Count = 1024
-    """Tokens of one forward pass, about. The default is best on one CPU core; a GPU takes as many as fit."""
+    """Tokens of one forward pass, about. The default is best on one CPU core; on a GPU, as many as fit."""
     device: Device = "cpu"
     """``cpu``, ``cuda`` or ``cuda:N``."""
 
@@ -157,7 +157,7 @@ class Training(Section):
 
     @property
     def clip(self) -> dict[str, float]:
-        """What the loss is told of its clip."""
+        """The settings of the loss's clip that are given."""
         return {name: getattr(self, name) for name in CLIP if getattr(self, name) is not None}
 
     def contradictions(self) -> Iterator[str]:
@@ -191,14 +191,14 @@ class Bound:
 
 @dataclass(frozen=True)
 class TrainerOptions(Training, Bound):
-    """The bound comes first, then the section ``training``, then what follows from others."""
+    """The bound, the section ``training``, and what follows from other sections."""
 
     temperature: Positive = 1.0
-    """Of the rollouts."""
+    """Temperature of the rollouts."""
     max_tokens: Count | None = None
-    """Most tokens that a response may have."""
+    """Most tokens of a response."""
     total_steps: Count | None = None
-    """Where a schedule that falls ends."""
+    """The step at which a falling schedule ends."""
 
     def contradictions(self) -> Iterator[str]:
         yield from Training.contradictions(self)
@@ -216,7 +216,7 @@ class TrainerOptions(Training, Bound):
     def whole_batch(self) -> str | None:
         """Why a step cannot be trained as it arrives and still equal the whole batch; None if it can.
 
-        A loss is a sum over tokens and does not mind. Advantages may.
+        A loss is a sum over tokens, so only advantages and several updates can prevent it.
         """
         entry = ADVANTAGES.entry(self.advantage)
         if self.whiten_advantages or entry.scope == "batch":
@@ -233,7 +233,7 @@ class TrainerOptions(Training, Bound):
     def measures_first(self) -> bool:
         """Whether a pass without gradients must see the step before its first update.
 
-        With several updates, the policy at the beginning of the step is no longer the present one; and values are
+        With several updates, the policy at the beginning of the step differs from the current one; and values are
         needed for all rows before advantages can be whitened.
         """
         several = self.updates_per_step > 1 and (self.has_values or self.correction != "none")
@@ -245,7 +245,7 @@ class TrainerOptions(Training, Bound):
         return self.skip_no_signal and not (self.kl_coefficient or self.entropy_coefficient or self.has_values)
 
     def share(self, step: int) -> float:
-        """Of the learning rates at a step: a linear warm-up, then the schedule."""
+        """Share of the learning rates that a step uses: a linear warm-up, then the schedule."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.schedule == "constant" or not self.total_steps:

@@ -1,12 +1,12 @@
-"""Small passes as CUDA graphs: two launches instead of some thousand, which would take longer than their work.
+"""Small passes as CUDA graphs: two launches instead of some thousand, which would take longer than the work itself.
 
-    recording = recordings.find(batch)            # None: the pass is large enough to be launched as it comes
+    recording = recordings.find(batch)            # None: the pass is too large to gain from a recording
     hidden_TH = recording.forward(batch)
     recording.backward(d_hidden_TH)
 
-A recording is of a number of tokens that is a power of two. What a batch lacks is filled up with rows that nothing
-looks at: no gradient comes from them, so they add exactly 0. Recordings share their memory, so a pass must have ended
-with its backward before the next begins.
+A recording is made for a power of two of tokens. A smaller batch is padded with rows that nothing reads: they have no
+gradient, so they add exactly 0. Recordings share their memory, so the backward of a pass must end before the next
+pass begins.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from staleflow.training.decoder import Decoder, Places
 from staleflow.training.micro_batches import MicroBatch, moved
 
 FEWEST, MOST = 512, 4096
-"""Tokens of a recording. A GPU works longer on more tokens than they take to launch."""
+"""Tokens of a recording. Above, the GPU's work takes longer than the launches."""
 SHORTEST = 256
-"""Of the longest row that a recording is made for."""
+"""Least tokens that a recording allows its longest row."""
 KEPT = 3 << 29
 """Most bytes that a recording may keep from forward to backward."""
 TOKENS_OF_A_ROW = 4
-"""A recording has room for rows of so many tokens on average."""
+"""A recording has room for rows of this many tokens on average."""
 
 
 class Recordings:
@@ -35,7 +35,7 @@ class Recordings:
         self._made: dict[tuple[int, int], Recording] = {}
 
     def find(self, batch: MicroBatch) -> Recording | None:
-        """One that the batch fits in, made now if there is none."""
+        """A recording that the batch fits in, made now if needed; None if none can be made."""
         tokens = power_of_two(batch.tokens_L.numel(), FEWEST)
         longest = power_of_two(max(batch.lengths), SHORTEST)
         if tokens > MOST or tokens * self._decoder.kept_bytes > KEPT:
@@ -57,7 +57,7 @@ class Recording:
 
         self._places = Places(zeros(), zeros(), zeros(), _starts([], tokens, longest, device), longest)
         self._d_hidden = torch.zeros(tokens, decoder.embedding.value.shape[1], dtype=decoder.kind, device=device)
-        for _ in range(2):  # the first times compile and allocate; without a gradient they add 0
+        for _ in range(2):  # the first passes compile and allocate; without a gradient they add 0
             decoder.backward(self._places, decoder.forward(self._places, keep=True)[1], self._d_hidden)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         how = {"pool": pool, "capture_error_mode": "thread_local"}  # other threads copy meanwhile
@@ -86,7 +86,7 @@ class Recording:
 
 
 def starts(lengths: list[int], tokens: int, longest: int) -> np.ndarray | None:
-    """Where rows begin that fill so many tokens, those that are given first; None if they are too many."""
+    """Where each row begins, the given rows first and then padding up to ``tokens``; None if there are too many."""
     used = sum(lengths)
     rest = [min(longest, tokens - at) for at in range(used, tokens, longest)]
     room = tokens // TOKENS_OF_A_ROW

@@ -1,4 +1,4 @@
-"""What is known of a step once it is trained."""
+"""The report of a training step."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,32 +11,32 @@ class StepReport:
     step: int
     groups: int
     tokens: int
-    """Generated ones of all groups, also of those without a signal."""
+    """Generated tokens of all groups, those without a signal included."""
     reward: float
-    """The mean as the reward function gave it."""
+    """Mean reward as the reward function gave it."""
     shaped_reward: float
-    """The mean with the overlong penalty: what advantages are made of."""
+    """Mean reward with the overlong penalty, which advantages are computed from."""
     loss: float
     gradient_norm: float
-    """The largest of the updates, before the clip."""
+    """Largest norm among the updates, before clipping."""
     learning_rate: float
     updates: int
-    """0: no group had a signal, and the model is what it was."""
+    """0: no group had a signal, and the model has not changed."""
     groups_without_signal: int
-    """Groups whose advantages are all 0. Where a value head gives them, it is not known before and none is counted."""
+    """Groups whose advantages are all 0. With a value head that is not known in advance, and none is counted."""
     tokens_without_signal: int
     max_staleness: int
-    """Of any token, from the versions stamped on them."""
+    """Largest staleness of any token, from the versions stamped on them."""
     token_staleness: Counter[int]
     trajectory_staleness: Counter[int]
-    """By the oldest version in each."""
+    """Trajectories by the staleness of their oldest token."""
     metrics: dict[str, float]
     early_s: float
-    """That the device worked on gradients before the step was complete."""
+    """Seconds that the device worked on gradients before the step was complete."""
 
 
 def metric_values(metrics: Metrics) -> dict[str, float]:
-    """Means and peaks over tokens that were computed, and what is derived from them.
+    """Means and peaks over the computed tokens, and what is derived from them.
 
     ``clip_fraction`` = ``clip_low`` + ``clip_high``;   ``explained_variance`` = 1 - E (V - R)^2 / (E R^2 - (E R)^2).
     """

@@ -7,18 +7,20 @@
     standby.wait()                                  # before the next update
 
     version = standby.revive(trainer)               # in another process, after its death
-    standby.noted(version)                          # what it was fed since, if another version can be seen already
+    standby.noted(version)                          # what it was fed since, if later versions can be seen already
 
 All that makes a trainer what it is at a version is kept in a store of its own: trained parameters in full precision
 (value head and adapters among them), the optimiser's moments, the state of the random number generators. Engines wait
-for weights and not for this, so it is copied after they can be pulled, while the next step is computed. What was fed
-is written down before: a trainer that dies in between is revived one version earlier and makes the same update again.
-On a CPU that is the same to the last bit, on a GPU up to the order in which sums are rounded. What is frozen comes from
-the folder, as when the run began.
+for weights and not for this, so it is copied after they can be pulled, while the next step is computed; where steps are
+so short that the next update would often wait for it, only some versions are. What each step was fed is written down
+before its version can be seen: a trainer is revived at the last version kept, and makes the updates since then again.
+On a CPU they are the same to the last bit, on a GPU up to the order in which sums are rounded. What is frozen comes
+from the folder, as when the run began.
 """
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,16 +30,21 @@ import torch
 from torch import Tensor
 
 from staleflow.servers.weights import LocalParameterServer, WeightsError
-from staleflow.training.checkpoints import optimiser_state, restore_optimiser, trained
+from staleflow.training.checkpoints import optimiser_state, restore_optimiser, trained_parameters
 from staleflow.training.trainer import Trainer
 
-NOTE = "fed.msgpack"
+MOST_BEHIND = 8
+"""Updates that a trainer may have to make again."""
 
 
 class Standby:
-    def __init__(self, server: LocalParameterServer, folder: Path) -> None:
+    def __init__(self, server: LocalParameterServer, folder: Path, share: float = 0.25) -> None:
+        """``folder``: for what was fed. ``share``: of the time at most that copies take, but for ``MOST_BEHIND``."""
         self._server = server
-        self._note = folder / NOTE
+        self._folder = folder
+        self._share = share
+        self._kept_at, self._copy_s = 0.0, 0.0
+        """When the last copy began, and how long it took."""
         self._pool = ThreadPoolExecutor(1, "standby")
         self._copying: Future[None] | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -47,22 +54,27 @@ class Standby:
         return self._server.newest()
 
     def note(self, step: int, fed: Any) -> None:
-        """Write down what the update of a step is made of, once the version before it is kept."""
-        self.wait()
-        draft = self._note.with_suffix(".draft")
-        draft.write_bytes(msgspec.msgpack.encode((step, fed)))
-        draft.replace(self._note)
+        """Write down what the update of a step is made of."""
+        note = self._note(step)
+        draft = note.with_suffix(".draft")
+        draft.write_bytes(msgspec.msgpack.encode(fed))
+        draft.replace(note)
 
     def noted(self, step: int, kind: Any) -> Any:
         """What the step was fed, as ``kind``."""
-        found, fed = msgspec.msgpack.decode(self._note.read_bytes(), type=tuple[int, kind])
-        if found != step:
-            raise WeightsError(f"{self._note} is of step {found} and not of {step}: resume from a checkpoint")
-        return fed
+        try:
+            return msgspec.msgpack.decode(self._note(step).read_bytes(), type=kind)
+        except FileNotFoundError:
+            raise WeightsError(f"{self._note(step)} is missing: resume from a checkpoint") from None
 
     def keep(self, trainer: Trainer) -> None:
-        """Copy the trainer between two steps. Until that is done it may compute gradients, and not update."""
+        """Copy the trainer between two steps, if it is time to. Until that is done it may compute gradients, and not
+        update."""
         self.wait()
+        now, behind = time.perf_counter(), trainer.version - self._server.newest()
+        if behind < MOST_BEHIND and (now - self._kept_at) * self._share < self._copy_s:
+            return
+        self._kept_at = now
         ready = torch.cuda.current_stream(trainer.device).record_event() if trainer.device.type == "cuda" else None
         self._copying = self._pool.submit(self._copy, trainer.version, state(trainer), ready)
 
@@ -75,11 +87,22 @@ class Standby:
     def _copy(self, version: int, tensors: dict[str, Tensor], ready: Any) -> None:
         if ready is None:
             self._server.push(version, tensors)
-            return
-        self._stream = self._stream or torch.cuda.Stream()
-        self._stream.wait_event(ready)
-        with torch.cuda.stream(self._stream):
-            self._server.push(version, tensors)
+        else:
+            self._stream = self._stream or torch.cuda.Stream()
+            self._stream.wait_event(ready)
+            with torch.cuda.stream(self._stream):
+                self._server.push(version, tensors)
+        self._copy_s = time.perf_counter() - self._kept_at
+        self._forget(version)
+
+    def _note(self, step: int) -> Path:
+        return self._folder / f"fed-{step:012d}.msgpack"
+
+    def _forget(self, before: int) -> None:
+        """What was fed to steps that nobody will make again."""
+        for note in self._folder.glob("fed-*.msgpack"):
+            if note < self._note(before):
+                note.unlink(missing_ok=True)
 
     def revive(self, trainer: Trainer) -> int:
         """Bring a trainer, built from the same folder with the same options, to the version kept last. Returns it."""
@@ -101,7 +124,7 @@ class Standby:
         """Remove it: nobody will take this trainer's place."""
         self._pool.shutdown()
         self._server.close()
-        self._note.unlink(missing_ok=True)
+        self._forget(10**12)
 
     def detach(self) -> None:
         """Leave it to the one that takes this trainer's place."""
@@ -111,4 +134,4 @@ class Standby:
 
 def state(trainer: Trainer) -> dict[str, Tensor]:
     """The trainer between two steps: its own tensors, which the next update changes."""
-    return {name: tensor.detach() for name, tensor in (trained(trainer) | optimiser_state(trainer)).items()}
+    return {name: tensor.detach() for name, tensor in (trained_parameters(trainer) | optimiser_state(trainer)).items()}

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from staleflow.errors import RunError
-from staleflow.training.adapters import adapters_off, merged, prepare
+from staleflow.training.adapters import adapters_off, merged_weights, prepare
 from staleflow.training.attention import attend_by_rows
 from staleflow.training.clock import clock_of
 from staleflow.training.correction import Correction, difference
@@ -40,10 +40,10 @@ from staleflow.training.options import CORRECTIONS, TrainerOptions
 from staleflow.training.packed import LossSum, Metrics, scale_gradients
 from staleflow.training.report import StepReport, metric_values
 from staleflow.training.value_head import ValueHead
-from staleflow.training.work import Group, Work, estimated, shaped, signals, with_advantages
+from staleflow.training.work import GroupRows, StepWork, estimate_by_gae, shaped_rewards, signals, with_advantages
 from staleflow.types import Row
 
-__all__ = ["Group", "StalenessError", "StepReport", "Trainer", "TrainerOptions"]
+__all__ = ["GroupRows", "StalenessError", "StepReport", "Trainer", "TrainerOptions"]
 
 
 class StalenessError(RunError):
@@ -56,10 +56,10 @@ class _Open:
 
     loss: LossSum
     metrics: Metrics = field(default_factory=Metrics)
-    groups: list[Group] = field(default_factory=list[Group])
+    groups: list[GroupRows] = field(default_factory=list[GroupRows])
     token_staleness: Counter[int] = field(default_factory=Counter[int])
     trajectory_staleness: Counter[int] = field(default_factory=Counter[int])
-    waiting: list[Group] = field(default_factory=list[Group])
+    waiting: list[GroupRows] = field(default_factory=list[GroupRows])
     """Those whose gradients are not computed yet."""
     without_signal: list[int] = field(default_factory=list[int])
     """Tokens of each group that teaches nothing."""
@@ -102,7 +102,7 @@ class Trainer:
         self._clock = clock_of(self.device)
         self._open = self._nothing()
 
-    def feed(self, step: int, groups: Sequence[Group]) -> None:
+    def feed(self, step: int, groups: Sequence[GroupRows]) -> None:
         """Accumulate these groups, all of whose members are there; ``advance`` says when."""
         if step != self.version:
             raise ValueError(
@@ -133,9 +133,10 @@ class Trainer:
         """
         tokens = sum(row.prompt.size + row.tokens.size for group in self._open.waiting for row in group)
         if tokens and (tokens >= self.options.micro_tokens or not self._clock.busy):
-            self._flush()
+            self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Begin with all groups that wait."""
         groups, self._open.waiting = self._open.waiting, []
         if groups:
             self._open.loss += self._accumulate(self._work(groups))
@@ -146,7 +147,7 @@ class Trainer:
         if step != self.version or not done.groups:
             raise ValueError(f"step {step} cannot be finished: step {self.version} has {len(done.groups)} groups")
         asked = time.perf_counter()
-        self._flush()
+        self.flush()
         early_s = max(0.0, self._clock.seconds() - (time.perf_counter() - asked))
         if self.options.whole_batch is None:
             self._update(step, done.loss)
@@ -188,7 +189,7 @@ class Trainer:
 
         Where nothing had to be merged these are the trained tensors themselves, which the next update changes.
         """
-        return merged(self.model)
+        return merged_weights(self.model)
 
     def _nothing(self) -> _Open:
         return _Open(LossSum.zero(self._aggregation, self.device))
@@ -204,10 +205,10 @@ class Trainer:
 
     # Before gradients
 
-    def _work(self, groups: Sequence[Group]) -> Work:
-        work = Work(groups)
+    def _work(self, groups: Sequence[GroupRows]) -> StepWork:
+        work = StepWork(groups)
         if self.options.measures_first:
-            work = Work(groups, self._measured(work.rows))
+            work = StepWork(groups, self._measured(work.rows))
         work = with_advantages(work, self.options)
         teaching = signals(work)
         self._open.without_signal += [
@@ -227,7 +228,7 @@ class Trainer:
 
     # Gradients
 
-    def _accumulate(self, work: Work) -> LossSum:
+    def _accumulate(self, work: StepWork) -> LossSum:
         """Add to the gradients those of the sum of this work's losses."""
         total = LossSum.zero(self._aggregation, self.device)
         with self._clock:
@@ -265,7 +266,7 @@ class Trainer:
             assert known.advantages_T is not None
             return known.advantages_T, None
         old_T = out.values_T.detach() if known.values_T is None else known.values_T
-        estimate = estimated(batch.rewards_N, old_T, segments, self.options)
+        estimate = estimate_by_gae(batch.rewards_N, old_T, segments, self.options)
         terms = (out.values_T, estimate.returns_T, old_T, segments, self._aggregation, correction.keep_N)
         advantages_T = estimate.advantages_T if known.advantages_T is None else known.advantages_T
         return advantages_T, value_loss(*terms, eps=self.options.value_clip)
@@ -322,7 +323,7 @@ class Trainer:
             groups=len(done.groups),
             tokens=int(lengths_N.sum()),
             reward=float(rewards_N.mean()),
-            shaped_reward=float(shaped(rewards_N, lengths_N, self.options).mean()),
+            shaped_reward=float(shaped_rewards(rewards_N, lengths_N, self.options).mean()),
             loss=float(done.loss.mean),
             gradient_norm=max(done.norms, default=0.0),
             learning_rate=self.options.rate(step),

@@ -1,10 +1,10 @@
-"""What of a step is computed, and with which advantages: decided before any gradient, from rewards and known values.
+"""What a training step computes, and with which advantages: decided before any gradient, from rewards and known values.
 
-    work = with_advantages(Work(groups), options)           # whole batch or the groups that just arrived
+    work = with_advantages(StepWork(groups), options)       # the whole batch, or the groups that just arrived
     work = work.only(signals(work))                         # without groups that teach nothing
     for part in work.split(options.updates_per_step): ...   # mini-batches
 
-All of it is a function of its arguments, so that a step gives the same work however it arrives.
+All functions are pure, so a step gives the same work in whatever pieces it arrives.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from staleflow.training.options import ADVANTAGES, TrainerOptions
 from staleflow.training.packed import Segments
 from staleflow.types import Row
 
-Group = Sequence[Row]
+GroupRows = Sequence[Row]
+"""The members of one group, as the trainer gets them."""
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """Groups, and what is known of their generated tokens, in the same order."""
 
-    groups: Sequence[Group]
+    groups: Sequence[GroupRows]
     known: Known = field(default_factory=Known)
 
     @cached_property
@@ -39,30 +40,30 @@ class Work:
 
     @cached_property
     def tokens(self) -> list[int]:
-        """Generated ones of each group."""
+        """Generated tokens of each group."""
         return [sum(row.tokens.size for row in group) for group in self.groups]
 
-    def only(self, keep: Sequence[bool]) -> Work:
-        """The groups that are to be kept."""
+    def only(self, keep: Sequence[bool]) -> StepWork:
+        """The work for the groups that ``keep`` marks."""
         if all(keep):
             return self
         kept_T = torch.repeat_interleave(torch.tensor(keep), torch.tensor(self.tokens))
-        return Work([group for group, kept in zip(self.groups, keep, strict=True) if kept], self.known.at(kept_T))
+        return StepWork([group for group, kept in zip(self.groups, keep, strict=True) if kept], self.known.at(kept_T))
 
-    def split(self, parts: int) -> Iterator[Work]:
-        """Into runs of groups in their order, of numbers that differ by 1 at most; empty ones are left out."""
+    def split(self, parts: int) -> Iterator[StepWork]:
+        """Cut the groups, in their order, into parts whose sizes differ by at most 1; empty parts are left out."""
         count = len(self.groups)
         ends = [count * (part + 1) // parts for part in range(parts)]
         begin, before = 0, 0
         for end in ends:
             after = before + sum(self.tokens[begin:end])
             if end > begin:
-                yield Work(self.groups[begin:end], self.known.at(slice(before, after)))
+                yield StepWork(self.groups[begin:end], self.known.at(slice(before, after)))
             begin, before = end, after
 
 
-def shaped(rewards_N: Tensor, lengths_N: Tensor, options: TrainerOptions) -> Tensor:
-    """r_i + the overlong penalty of a response of its length, if there is one."""
+def shaped_rewards(rewards_N: Tensor, lengths_N: Tensor, options: TrainerOptions) -> Tensor:
+    """r_i + the overlong penalty for its length, if there is one."""
     if not options.overlong_buffer:
         return rewards_N
     assert options.max_tokens is not None
@@ -70,36 +71,37 @@ def shaped(rewards_N: Tensor, lengths_N: Tensor, options: TrainerOptions) -> Ten
     return rewards_N + overlong_penalty(lengths_N, *limits)
 
 
-def estimated(rewards_N: Tensor, values_T: Tensor, segments: Segments, options: TrainerOptions) -> Gae:
-    """Advantages and returns by GAE, the shaped reward coming with the last token."""
-    rewards_T = final_rewards(shaped(rewards_N, segments.lengths_N, options), segments)
+def estimate_by_gae(rewards_N: Tensor, values_T: Tensor, segments: Segments, options: TrainerOptions) -> Gae:
+    """Advantages and returns by GAE, with the shaped reward at the last token."""
+    rewards_T = final_rewards(shaped_rewards(rewards_N, segments.lengths_N, options), segments)
     return gae(rewards_T, values_T, segments, options.gamma, options.gae_lambda)
 
 
-def with_advantages(work: Work, options: TrainerOptions) -> Work:
-    """The same work, its advantages known. Those of GAE stay unknown until values are, which a pass gives."""
+def with_advantages(work: StepWork, options: TrainerOptions) -> StepWork:
+    """The same work with its advantages. Those of GAE stay unknown until a forward pass has given the values."""
     if options.has_values and not options.whiten_advantages:
         return work
     rewards_N = torch.tensor([row.reward for row in work.rows], dtype=torch.float64)
     segments = Segments.of([row.tokens.size for row in work.rows])
     if options.has_values:
         assert work.known.values_T is not None
-        advantages_T = estimated(rewards_N, work.known.values_T, segments, options).advantages_T
+        advantages_T = estimate_by_gae(rewards_N, work.known.values_T, segments, options).advantages_T
     else:
-        advantages_T = _from_rewards(work, shaped(rewards_N, segments.lengths_N, options), segments, options)
+        rewards_N = shaped_rewards(rewards_N, segments.lengths_N, options)
+        advantages_T = _from_rewards(work, rewards_N, segments, options)
     if options.whiten_advantages:
         advantages_T = whiten(advantages_T.double())
-    return Work(work.groups, work.known._replace(advantages_T=advantages_T))
+    return StepWork(work.groups, work.known._replace(advantages_T=advantages_T))
 
 
-def signals(work: Work) -> list[bool]:
-    """For each group, whether some advantage is not 0. What is not known may be."""
+def signals(work: StepWork) -> list[bool]:
+    """Whether each group has, or may have, an advantage other than 0."""
     if work.known.advantages_T is None:
         return [True] * len(work.groups)
     return [bool((part != 0).any()) for part in work.known.advantages_T.split(work.tokens)]
 
 
-def _from_rewards(work: Work, rewards_N: Tensor, segments: Segments, options: TrainerOptions) -> Tensor:
+def _from_rewards(work: StepWork, rewards_N: Tensor, segments: Segments, options: TrainerOptions) -> Tensor:
     groups_N = torch.tensor([at for at, group in enumerate(work.groups) for _ in group])
     found: Tensor = ADVANTAGES.load(options.advantage)(rewards_N, groups_N, segments, **options.advantage_arguments)
     if found.shape == (segments.sequences,):

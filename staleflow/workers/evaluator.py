@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from staleflow.reward.function import Response, Score, called
-from staleflow.rollout.engine import Engine, Load, Request, Sampling, WeightSource
+from staleflow.reward.function import Response, Score, reward_of
+from staleflow.rollout.engine import Engine, LoadWeights, Request, Sampling, WeightSource
 from staleflow.tasks.task import Problem
 from staleflow.types import Evaluate, Evaluated, Stop
 from staleflow.workers.link import Gone, Link
@@ -54,7 +54,7 @@ class Evaluator:
             yield self._evaluate(lambda into, version=version, copies=copies: _copied(into, version, copies))
         yield self._evaluate(self._weights)
 
-    def _evaluate(self, source: WeightSource | Load) -> Evaluated:
+    def _evaluate(self, source: WeightSource | LoadWeights) -> Evaluated:
         """A version and its mean reward on the problems. What cannot be scored is left out, and counted."""
         began = time.perf_counter()
         version = self._engine.pull(source, 0)
@@ -72,7 +72,7 @@ class Evaluator:
                     problem = self._problems[int(result.name)][1]
                     response = Response(self._decode(result.tokens), tuple(result.tokens))
                     try:
-                        rewards.append(called(self._reward, problem, response, runner))
+                        rewards.append(reward_of(self._reward, problem, response, runner))
                     except Exception as error:  # whatever the user's function raises
                         failed, why = failed + 1, " ".join(f"{type(error).__name__}: {error}".split())[:300]
         accuracy = sum(rewards) / len(rewards) if rewards else None

@@ -125,7 +125,7 @@ def _evaluator(setup: Setup, link: Link) -> Any:
         engine,
         LazyWeights(setup),
         task.held_out,
-        config.evaluated(task.stop_tokens),
+        config.evaluation_sampling(task.stop_tokens),
         load_reward(config.reward),
         task.decode,
     )

@@ -74,10 +74,10 @@ class TrainerWorker:
         if self._standby is None or self._standby.newest() < 0:
             return False
         version = self._standby.revive(self.trainer)
-        if self._weights.newest() > version:
-            for groups in self._standby.noted(version, list[list[list[Row]]]):
-                self.trainer.feed(version, groups)
-            self.trainer.finish(version)
+        for step in range(version, self._weights.newest()):
+            for groups in self._standby.noted(step, list[list[list[Row]]]):
+                self.trainer.feed(step, groups)
+            self.trainer.finish(step)
         return True
 
     def handle(self, messages: Iterable[Any]) -> bool:
@@ -113,6 +113,8 @@ class TrainerWorker:
         asked = time.perf_counter()
         if self._standby is not None:
             self._standby.note(step, self._fed)
+            self.trainer.flush()
+            self._standby.wait()
         report = self.trainer.finish(step)
         self._push()
         ended = time.perf_counter()

@@ -65,7 +65,7 @@ def test_a_missing_model(tmp_path: Path, data: Path) -> None:
     [
         ("config.json", None, "has no config.json"),
         ("config.json", "{", "cannot be read"),
-        ("config.json", "[]", "holds no settings"),
+        ("config.json", "[]", "does not hold the settings"),
         ("config.json", '{"model_type": "rwkv"}', "use one of llama"),
         ("config.json", '{"model_type": "llama"}', "num_attention_heads is missing"),
         ("model.safetensors", None, "has no model.safetensors"),

@@ -9,7 +9,7 @@ import pytest
 from staleflow.config import PRESETS, ConfigError, differences, load, to_yaml
 from staleflow.config.cluster import COEFFICIENTS
 from staleflow.config.convert import NAMES, RENAMED, full_name
-from staleflow.config.costs import engine_costs, guessed, training_cost, weight_bytes
+from staleflow.config.costs import costs_from_geometry, engine_costs, training_cost, weight_bytes
 from staleflow.config.sizes import sizes_of
 from staleflow.coordinator.cost import CostModel
 
@@ -81,7 +81,7 @@ def test_costs_are_the_profiles_then_the_given_then_a_guess(tmp_path: Path) -> N
     assert engine_costs(load("paper-14b", [profile])).floor == 0.5
     assert engine_costs(load("paper-14b")).floor == 0.012303
     laptop = load("laptop")
-    assert engine_costs(laptop) == guessed(laptop)
+    assert engine_costs(laptop) == costs_from_geometry(laptop)
     assert weight_bytes(laptop) == 4 * sizes_of(laptop).parameters
     assert training_cost(load("plain")) > 0
 

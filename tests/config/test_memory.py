@@ -6,8 +6,9 @@ import pytest
 from staleflow.config import Config, Machine, estimate, load, this_machine
 from staleflow.config.machine import _groups, _visible, cache_folder  # pyright: ignore[reportPrivateUsage]
 from staleflow.config.sizes import sizes_of
-from staleflow.rollout.shapes import SHAPES
+from staleflow.rollout.shapes import SHAPES, write
 from staleflow.servers.payloads import Limits
+from staleflow.training.options import Training
 
 MACHINE = Machine(cores=8, memory=64 * 2**30, gpus=(24 * 2**30,))
 
@@ -69,6 +70,20 @@ def test_the_gpu_preset_fits_a_card_of_24_gb() -> None:
     assert plan.problem is None
     assert plan.devices == ["cpu", "cuda:0"]
     assert plan.needed("cuda:0") > 4 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("shape", "micro_tokens", "measured"),
+    [("qwen-1.5b", 16_384, 48.9), ("qwen-1.5b", 8_192, 38.3), ("qwen-0.5b", 16_384, 20.1), ("qwen-0.5b", 8_192, 15.1)],
+)
+def test_a_trainer_on_a_gpu_needs_what_was_measured(
+    shape: str, micro_tokens: int, measured: float, tmp_path: Path
+) -> None:
+    write(shape, tmp_path)
+    training = Training(device="cuda", micro_tokens=micro_tokens)
+    plan = estimate(Config(model=str(tmp_path), training=training), MACHINE)
+    parts = [part for part in plan.parts if part.role == "trainer" and not part.what.startswith(("process", "CUDA"))]
+    assert sum(part.total for part in parts) / 2**30 == pytest.approx(measured, rel=0.07)
 
 
 @pytest.mark.parametrize("name", ["laptop", "arithmetic-smollm", "gsm8k-smollm"])

@@ -34,8 +34,8 @@ def test_the_parts_accept_what_the_configuration_accepts(given: dict[str, Any]) 
     assert options.to(Training) == config.training
     assert config.engine_options().to(Rollout).kv_tokens == config.rollout.kv_tokens
     assert config.sampling((1,)) == config.rollout.to(Sampling, stop_tokens=(1,))
-    assert config.evaluated((1,)).temperature == config.evaluation.temperature
-    assert config.evaluated((1,)).max_tokens == config.rollout.max_tokens
+    assert config.evaluation_sampling((1,)).temperature == config.evaluation.temperature
+    assert config.evaluation_sampling((1,)).max_tokens == config.rollout.max_tokens
 
 
 @pytest.mark.parametrize("registry", REGISTRIES, ids=lambda each: each.setting)

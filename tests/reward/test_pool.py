@@ -319,7 +319,7 @@ def test_a_listener_that_fails_stops_nobody() -> None:
             pool.pool.submit("a", PROBLEM)
             pool.pool.submit("b", PROBLEM)
             assert await pool.all(2) == {"a": 0.5, "b": 0.5}
-        assert complaints == ["the answer for a was not heard", "the answer for b was not heard"]
+        assert complaints == [f"the callback for the reward of {name} failed" for name in "ab"]
 
     run(main())
 

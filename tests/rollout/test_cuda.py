@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from staleflow.rollout import few
 from staleflow.rollout.engine import Request, Sampling
+from staleflow.rollout.model import Model
+from staleflow.rollout.model_folder import read_config
+from staleflow.rollout.shapes import write
 from staleflow.servers.weights import LocalParameterServer
 from tests.rollout.conftest import KINDS, VOCABULARY, Tiny, drain, greedy, prompt
 
@@ -17,8 +21,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 CUDA = torch.device("cuda")
 
 if torch.cuda.is_available():
+    from staleflow.rollout import cuda
     from staleflow.rollout import cuda_kernels as kernels
 else:
+    cuda: Any = None
     kernels: Any = None
 
 
@@ -55,7 +61,8 @@ def test_picking_follows_the_distribution() -> None:
     heat = torch.ones(64, device=CUDA)
     heat[::3], heat[1::3] = 0, 0.7
     uniforms = torch.rand(64, dtype=torch.float64, device=CUDA)
-    tokens, logprobs = kernels.pick(logits, heat, uniforms)
+    tokens = torch.empty(64, dtype=torch.int64, device=CUDA)
+    logprobs = kernels.pick(logits, heat, uniforms, tokens)
     every = torch.log_softmax(logits.double() / torch.where(heat == 0, 1, heat)[:, None], -1)
     drawn = (every.exp().cumsum(-1) <= uniforms[:, None]).sum(-1)
     assert torch.equal(tokens, torch.where(heat == 0, logits.argmax(-1), drawn))
@@ -70,6 +77,31 @@ def test_norm_and_gate() -> None:
     assert torch.allclose(x, before + y)
     assert torch.allclose(found, functional.rms_norm(before + y, (1536,), weight, 1e-6), atol=1e-5)
     assert torch.allclose(kernels.gate(x), functional.silu(x[:, :768]) * x[:, 768:], atol=1e-5)
+
+
+@pytest.mark.parametrize("polled", [True, False])
+@pytest.mark.parametrize("rows", [1, 5, 8, 13, 32])
+def test_the_kernel_for_few_rows_equals_the_plain_path(tmp_path: Path, rows: int, polled: bool) -> None:
+    if not few.supported(CUDA):
+        pytest.skip("needs compute capability 9.0")
+    write("qwen-0.5b", tmp_path)
+    torch.manual_seed(rows)
+    model = Model(read_config(tmp_path), torch.bfloat16, CUDA)
+    model.randomise()
+    page, width = 32, 64
+    attention = cuda.CudaAttention(model.config.geometry, rows * width, page, torch.bfloat16, CUDA)
+    for entries in attention.entries:
+        entries.normal_()
+    tables = torch.randperm(rows * width, device=CUDA).int().view(rows, width)
+    positions = torch.randint(0, page * width, (rows,), dtype=torch.int32, device=CUDA)
+    last = torch.randint(0, 1000, (rows,), device=CUDA)
+    given = torch.full((rows,), cuda.FROM_DEVICE, dtype=torch.int32, device=CUDA)
+    kernel = few.FewRows(model, attention)
+    first = kernel.decode(given, last, positions, tables, polled).clone()
+    for _ in range(20):  # whoever comes first, the sums are the same
+        assert torch.equal(kernel.decode(given, last, positions, tables, polled), first)
+    expected = cuda.decode(model, attention, last, positions, tables).float()
+    assert ((first.float() - expected).norm(dim=1) / expected.norm(dim=1)).max() < 0.08
 
 
 def options(**rest: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from staleflow.config.cluster import takes_time
 from staleflow.coordinator.cost import CostModel
 from staleflow.rollout.fit import Point, fit
 
@@ -47,6 +48,16 @@ def test_no_coefficient_is_negative_however_strange_the_points() -> None:
     for _ in range(50):
         found, _ = fit([Point(n, c, float(random.uniform(1e-3, 1e-2))) for n, c in GRID])
         assert min(found.floor, found.per_sequence, found.per_context_token) >= 0
+
+
+def test_a_noisy_run_leaves_costs_that_it_can_be_planned_with() -> None:
+    random = np.random.default_rng(5)
+    for _ in range(200):
+        some = random.choice(len(GRID), 4, replace=False)
+        drawn = [Point(n, c, float(random.uniform(1e-4, 1e-2))) for n, c in (GRID[at] for at in some)]
+        if len({point.running for point in drawn}) > 1:
+            found, _ = fit(drawn)
+            assert takes_time({name: getattr(found, name) for name in type(found).__slots__})
 
 
 def test_too_few_points_are_refused() -> None:

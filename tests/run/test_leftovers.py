@@ -15,7 +15,7 @@ from staleflow.config import load
 from staleflow.run.directory import RunDirectory
 from staleflow.run.leftovers import leftovers
 from staleflow.servers.weights import claim, reclaim
-from staleflow.servers.weights.segments import SHM_FOLDER, Registry, unlink_segment
+from staleflow.servers.weights.segments import SHM_FOLDER, StoreRegistry, unlink_segment
 from staleflow.servers.weights.slots import segments_of
 from staleflow.tasks import folders
 from staleflow.tasks.folders import made_once
@@ -35,8 +35,8 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Registry]:
-    made = Registry(tmp_path / "registry")
+def registry(tmp_path: Path) -> Iterator[StoreRegistry]:
+    made = StoreRegistry(tmp_path / "registry")
     yield made
     for control in made.folder.glob("*.weights"):
         for segment in segments_of(control.read_bytes()) or ():
@@ -44,7 +44,7 @@ def registry(tmp_path: Path) -> Iterator[Registry]:
 
 
 @pytest.fixture
-def trainers(registry: Registry) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def trainers(registry: StoreRegistry) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """Of two runs, each with weights in shared memory."""
     command = [sys.executable, "-c", TRAINER, str(registry.folder)]
     processes = {
@@ -60,7 +60,7 @@ def trainers(registry: Registry) -> Iterator[dict[str, subprocess.Popen[bytes]]]
         process.wait()
 
 
-def segments(registry: Registry, name: str) -> list[Path]:
+def segments(registry: StoreRegistry, name: str) -> list[Path]:
     found = segments_of(registry.control(name).read_bytes()) or []
     return [Path(SHM_FOLDER) / each.lstrip("/") for each in found]
 
@@ -71,7 +71,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_shared_memory_of_a_killed_run_is_reclaimed_and_that_of_a_live_one_stays(
-    tmp_path: Path, registry: Registry, trainers: dict[str, subprocess.Popen[bytes]]
+    tmp_path: Path, registry: StoreRegistry, trainers: dict[str, subprocess.Popen[bytes]]
 ) -> None:
     kill(trainers["one"])
     dead, live = segments(registry, "one"), segments(registry, "two")
@@ -85,13 +85,13 @@ def test_shared_memory_of_a_killed_run_is_reclaimed_and_that_of_a_live_one_stays
 
 
 def test_segments_whose_record_was_deleted_are_found(
-    tmp_path: Path, registry: Registry, trainers: dict[str, subprocess.Popen[bytes]]
+    tmp_path: Path, registry: StoreRegistry, trainers: dict[str, subprocess.Popen[bytes]]
 ) -> None:
     """As when the directory of a dead run was removed, where earlier releases kept the record."""
     kill(trainers["one"])
     dead, live = segments(registry, "one"), segments(registry, "two")
     shutil.rmtree(registry.folder)
-    found = {each.name: each.bytes for each in leftovers(tmp_path, tmp_path, False, Registry(registry.folder))}
+    found = {each.name: each.bytes for each in leftovers(tmp_path, tmp_path, False, StoreRegistry(registry.folder))}
     assert all(found[each.name] >= 400_000 for each in dead)
     assert not {each.name for each in live} & found.keys(), "a process has them mapped"
     for each in (*dead, *live):
@@ -99,7 +99,7 @@ def test_segments_whose_record_was_deleted_are_found(
 
 
 def test_a_store_between_two_trainers_of_a_live_run_is_not_reclaimed_by_another_run(
-    registry: Registry, trainers: dict[str, subprocess.Popen[bytes]]
+    registry: StoreRegistry, trainers: dict[str, subprocess.Popen[bytes]]
 ) -> None:
     with claim("one", registry.folder):
         kill(trainers["one"])
@@ -110,7 +110,7 @@ def test_a_store_between_two_trainers_of_a_live_run_is_not_reclaimed_by_another_
     assert not list(registry.folder.glob("*.claim"))
 
 
-def test_a_claim_of_a_killed_process_does_not_stay(registry: Registry) -> None:
+def test_a_claim_of_a_killed_process_does_not_stay(registry: StoreRegistry) -> None:
     registry.claimed("dead").touch()
     reclaim(registry.folder)
     assert not registry.claimed("dead").exists()
@@ -136,7 +136,7 @@ def test_half_written_checkpoints_of_dead_runs_go_and_those_of_live_ones_stay(
         ]
         assert not listed["removed"]
         assert list(dead.checkpoints.iterdir())
-        leftovers(tmp_path, tmp_path, True, Registry(tmp_path / "registry"), shared=tmp_path)
+        leftovers(tmp_path, tmp_path, True, StoreRegistry(tmp_path / "registry"), shared=tmp_path)
     assert not list(dead.checkpoints.iterdir())
     assert list(live.checkpoints.iterdir())
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from staleflow.servers.weights import ParameterServer, reclaim, segments, slots
-from staleflow.servers.weights.segments import Registry, WeightsError, attach_segment, create_segment
+from staleflow.servers.weights.segments import StoreRegistry, WeightsError, attach_segment, create_segment
 from tests.servers import weights_store
 from tests.servers.weights_store import Server, Tensors, equal, filled, pulled, slots_of, words, zeros
 
@@ -230,17 +230,17 @@ def test_names_and_folders_that_cannot_be_used_are_refused(tmp_path: Path, monke
         Server.attach("w", registry=tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightsError, match="pass another one as registry"):
-        Registry(tmp_path / "file" / "folder")
+        StoreRegistry(tmp_path / "file" / "folder")
     with pytest.raises(WeightsError, match="max_slots is 9: use 2 to 8"):
         Server.create("w", registry=tmp_path, max_slots=9)
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     with pytest.raises(WeightsError, match="belongs to user"):
-        Registry(tmp_path)
+        StoreRegistry(tmp_path)
 
 
 def test_a_registry_lock_that_is_never_released_is_reported(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "LOCK_WAIT_S", 0.01)
-    with Registry(registry).locked(), pytest.raises(WeightsError, match=r"has been held for 0.01 s"):
+    with StoreRegistry(registry).locked(), pytest.raises(WeightsError, match=r"has been held for 0.01 s"):
         Server.create("w", registry=registry)
 
 

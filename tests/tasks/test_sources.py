@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from staleflow.errors import ConfigError
 from staleflow.tasks.adder import Adder
-from staleflow.tasks.sources import generated, read_file, read_jsonl, read_parquet, reasoning_gym
+from staleflow.tasks.sources import from_function, read_file, read_jsonl, read_parquet, reasoning_gym
 from staleflow.tasks.task import Problem, TaskError
 
 ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1), "level": n} for n in range(4)]
@@ -71,7 +71,7 @@ def test_a_prompt_can_be_made_of_several_columns(tmp_path: Path) -> None:
         (['{"a": "x"}'], ("question", None), "no column 'question': name one of 'a'$"),
         (['{"a": "x", "b": 1}'], ("a", "answer"), "no column 'answer': name one of 'a', 'b'$"),
         (['{"a": "x"}', '{"b": 1}'], ("a", None), "line 2: no column 'a': name one of 'b'$"),
-        (["{"], ("a", None), "line 1: no valid JSON .* one object per line"),
+        (["{"], ("a", None), "line 1: not valid JSON .* one object per line"),
         (["[1]"], ("a", None), "a list: write one JSON object"),
         (['{"a": 3}'], ("a", None), "holds a int: name a column of text"),
         ([""], ("a", None), "no items"),
@@ -93,10 +93,10 @@ def test_missing_files_and_unknown_endings_are_refused(tmp_path: Path) -> None:
 
 
 def test_generators_make_rows_problems_or_a_task() -> None:
-    found = generated(f"{__name__}:rows", seed=5, count=2)
+    found = from_function(f"{__name__}:rows", seed=5, count=2)
     assert found == [Problem("5/0", {"prompt": "5/0", "answer": 0}), Problem("5/1", {"prompt": "5/1", "answer": 1})]
-    assert generated(f"{__name__}:made_problems") == [Problem((1, 2), {})]
-    assert generated(f"{__name__}:endless") == Adder(3)
+    assert from_function(f"{__name__}:made_problems") == [Problem((1, 2), {})]
+    assert from_function(f"{__name__}:endless") == Adder(3)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_generators_make_rows_problems_or_a_task() -> None:
 )
 def test_generators_that_make_something_else_are_refused(name: str, message: str) -> None:
     with pytest.raises(TaskError, match=message):
-        generated(f"{__name__}:{name}")
+        from_function(f"{__name__}:{name}")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_generators_that_make_something_else_are_refused(name: str, message: str
 )
 def test_functions_that_cannot_be_found_are_one_clear_line(spec: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
-        generated(spec)
+        from_function(spec)
     assert "\n" not in str(error.value)
 
 
@@ -178,8 +178,8 @@ def test_reasoning_gym_entries_keep_what_their_scorer_needs(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ('{"prompt": "a", "answer": %s}' % ("[" * 20_000 + "]" * 20_000), "no valid JSON"),
-        ('{"prompt": "a", "answer": %s}' % ("9" * 5_000), "no valid JSON"),
+        ('{"prompt": "a", "answer": %s}' % ("[" * 20_000 + "]" * 20_000), "not valid JSON"),
+        ('{"prompt": "a", "answer": %s}' % ("9" * 5_000), "not valid JSON"),
         ('{"prompt": "a", "answer": %s}' % ("9" * 30), "an integer of more than 64 bits: write it as a text"),
         ('{"prompt": "a\\ud800", "answer": "1"}', "half a character"),
         ('{"prompt": "a", "answer": {"x": ["\\udfff"]}}', "half a character"),

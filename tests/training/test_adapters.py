@@ -136,11 +136,11 @@ def test_a_trainer_is_built_from_a_folder_in_single_precision(tmp_path: Path, ca
         assert torch.allclose(trainer.model(TOKENS).logits, expected(TOKENS).logits, atol=1e-6)
 
 
-def test_a_folder_that_is_no_model_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config.json is missing: give the folder of a model") as missing:
         build(tmp_path / "nowhere", TrainerOptions(0))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is no causal language model that transformers reads") as broken:
+    with pytest.raises(ValueError, match="as a causal language model") as broken:
         build(tmp_path, TrainerOptions(0))
     for error in (missing, broken):
         assert "\n" not in str(error.value)

@@ -17,8 +17,10 @@ from staleflow.training.attention import attend_by_rows
 from staleflow.training.decoder import Decoder, fits
 from staleflow.training.micro_batches import MicroBatch, Outputs, cuts, forward, micro_batches
 from staleflow.training.recorded import starts
+from staleflow.training.trainer import Trainer, TrainerOptions
 from tests.training import plain_kernels
 from tests.training.batches import quick
+from tests.training.test_trainer import groups_of
 
 VOCABULARY = 12
 NEAR = 1e-6
@@ -179,6 +181,30 @@ def test_gradients_in_bfloat16_on_a_gpu_are_as_near_to_float64_as_those_of_the_m
     assert [name for name in near if near[name] > 1.5 * far[name] + 2e-2 * wanted[name].norm()] == []
     whole = float(sum(each.square().sum() for each in wanted.values())) ** 0.5
     assert sum(each**2 for each in near.values()) ** 0.5 < 2e-2 * whole
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"advantage": "gae", "entropy_coefficient": 0.01},
+        {"kl_coefficient": 0.1, "micro_tokens": 16},
+        {"updates_per_step": 2, "correction": "decoupled"},
+        {"train_only": ("model.layers.1.*", "lm_head.*")},
+    ],
+    ids=["plain", "values", "reference", "two-updates", "frozen"],
+)
+def test_a_trainer_makes_the_same_updates_by_hand(more: dict[str, Any]) -> None:
+    options, base = TrainerOptions(1, learning_rate=1e-2, **more), model_of("llama", tied=False)
+    plain, made = (Trainer(copy.deepcopy(base), options) for _ in range(2))
+    made._decoder = by_hand(made.model)
+    for step in range(3):
+        for trainer in (plain, made):
+            trainer.feed(step, groups_of(4, 3, seed=step, version=step))
+            report = trainer.finish(step)
+            assert report.updates == options.updates_per_step
+    for one, other in zip(plain.parameters, made.parameters, strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
 
 
 @quick(60)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from staleflow.servers.weights import LocalParameterServer, WeightsError, segments, slots
-from staleflow.training.standby import Standby, state
+from staleflow.training.standby import MOST_BEHIND, Standby, state
 from staleflow.training.trainer import Trainer, TrainerOptions
 from tests.training.test_checkpoints import OPTIONS, WAYS, train
 from tests.training.test_trainer import base, groups_of
@@ -28,7 +28,7 @@ def registry(tmp_path: Path) -> Iterator[Path]:
 
 def kept(registry: Path, again: bool = False) -> Standby:
     server = LocalParameterServer.take_over if again else LocalParameterServer.create
-    return Standby(server("run", registry=registry), registry)
+    return Standby(server("run", registry=registry), registry, share=1.0)  # every version
 
 
 def keep(standby: Standby, trainer: Trainer) -> None:
@@ -70,19 +70,33 @@ def test_an_error_of_the_copy_beside_the_next_step_is_not_lost(base: Any, regist
     keep(standby, trainer)
     standby.keep(trainer)  # the same version again
     with pytest.raises(WeightsError, match="versions only grow"):
-        standby.note(0, [])
-    assert not list(registry.glob("*.msgpack")), "what was fed is not noted before the version it is fed to is kept"
+        standby.wait()
     standby.close()
 
 
-def test_what_was_fed_is_found_again_and_only_for_its_step(registry: Path) -> None:
-    standby = kept(registry)
-    standby.note(3, [[1, 2], [3]])
-    assert standby.noted(3, list[list[int]]) == [[1, 2], [3]]
-    with pytest.raises(WeightsError, match="is of step 3 and not of 4: resume from a checkpoint"):
-        standby.noted(4, list[list[int]])
+def test_what_was_fed_is_found_again_until_the_version_it_made_is_kept(base: Any, registry: Path) -> None:
+    standby, trainer = kept(registry), Trainer(copy.deepcopy(base), OPTIONS)
+    for step in range(3):
+        standby.note(step, [[step, 2], [3]])
+    trainer.version = 2
+    keep(standby, trainer)
+    assert standby.noted(2, list[list[int]]) == [[2, 2], [3]]
+    with pytest.raises(WeightsError, match=r"fed-0*1.msgpack is missing: resume from a checkpoint"):
+        standby.noted(1, list[list[int]])
     standby.close()
     assert not list(registry.glob("*.msgpack"))
+
+
+def test_short_steps_do_not_wait_for_a_copy_each_and_never_fall_far_behind(base: Any, registry: Path) -> None:
+    server = LocalParameterServer.create("run", registry=registry)
+    standby, trainer = Standby(server, registry, share=1e-9), Trainer(copy.deepcopy(base), OPTIONS)
+    found: list[int] = []
+    for trainer.version in range(2 * MOST_BEHIND + 2):
+        keep(standby, trainer)
+        found.append(standby.newest())
+    assert sorted(set(found)) == [0, MOST_BEHIND, 2 * MOST_BEHIND]
+    assert all(version - kept < MOST_BEHIND for version, kept in enumerate(found))
+    standby.close()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from staleflow.config import load, to_yaml
 from staleflow.servers.weights import LocalParameterServer, claim, standby_of
-from staleflow.servers.weights.segments import Registry
-from staleflow.training.standby import NOTE
+from staleflow.servers.weights.segments import StoreRegistry
 from staleflow.types import Broken, Feed, Finish, Pushed, Ready, Row, Save, Saved, Stop
 from tests.training.test_trainer import VOCABULARY, groups_of
 from tests.training.trainer_process import TrainerProcess, store_of
@@ -60,7 +59,7 @@ def new_run(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 def stores(run: Path, attempt: int = 1) -> list[str]:
     """Of this run, those that are there."""
-    registry, store = Registry(), store_of(run, attempt)
+    registry, store = StoreRegistry(), store_of(run, attempt)
     return [name for name in (store, standby_of(store)) if registry.control(name).exists()]
 
 
@@ -94,7 +93,7 @@ def end(run: Path, trainer: TrainerProcess) -> dict[str, bytes]:
     trainer.hear_kind(Saved)
     trainer.end()
     assert stores(run) == []
-    assert not (run / NOTE).exists()
+    assert not list(run.glob("fed-*"))
     return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
 
 
@@ -156,23 +155,25 @@ def test_many_killed_trainers(new_run: Callable[..., Path], model: Path, seed: i
     assert kill_trainers(new_run("b", *PLAIN), model, expected, last, step_s, random.Random(seed)) > 0
 
 
-def test_a_trainer_that_died_before_its_last_version_was_kept_makes_it_again(
+def test_a_trainer_that_died_before_its_last_versions_were_kept_makes_them_again(
     new_run: Callable[..., Path], model: Path
 ) -> None:
     straight, again = new_run("a", *PLAIN), new_run("b", *PLAIN)
     whole = TrainerProcess(straight, model, standby=False)
-    whole.send([Feed(0, step(0)), Finish(0)])
+    for number in range(2):
+        whole.send([Feed(number, step(number)), Finish(number)])
     wanted = end(straight, whole)
     first = TrainerProcess(again, model, standby=False)
     assert first.hear_kind(Ready).version == 0
     first.kill()
     weights = LocalParameterServer.take_over(store_of(again))
     made = load_file(straight / "last" / "model.safetensors")
-    weights.push(1, {name: made[name] for name in made})  # and here it died: its state is that of version 0
+    weights.push(2, {name: made[name] for name in made})  # and here it died: its state is that of version 0
     weights.detach()
-    (again / NOTE).write_bytes(msgspec.msgpack.encode((0, [step(0)])))
+    for number in range(2):
+        (again / f"fed-{number:012d}.msgpack").write_bytes(msgspec.msgpack.encode([step(number)]))
     second = TrainerProcess(again, model, standby=True)
-    assert second.hear_kind(Ready).version == 1
+    assert second.hear_kind(Ready).version == 2
     assert end(again, second) == wanted
 
 
@@ -203,14 +204,16 @@ def test_a_resumed_run_begins_at_its_checkpoint_and_not_at_what_a_killed_one_lef
     assert first.hear_kind(Saved).folder == folder
     assert first.hear_kind(Pushed).version == 2
     first.kill()
-    resumed = TrainerProcess(run, model, standby=False, checkpoint=folder, attempt=2)
-    assert resumed.hear_kind(Ready).version == 1
-    resumed.send([Feed(1, step(1)), Finish(1)])
-    assert resumed.hear_kind(Pushed).version == 2
-    resumed.kill()
-    revived = TrainerProcess(run, model, standby=True, checkpoint=folder, attempt=2)
-    assert revived.hear_kind(Ready).version == 2
-    revived.send([Feed(2, [*step(0), *step(9)]), Finish(2)])
-    assert "the bound is" in revived.hear_kind(Broken).why
-    revived.end()
-    assert stores(run, attempt=2) == []
+    store = store_of(run, attempt=2)
+    with claim(store), claim(standby_of(store)):
+        resumed = TrainerProcess(run, model, standby=False, checkpoint=folder, attempt=2)
+        assert resumed.hear_kind(Ready).version == 1
+        resumed.send([Feed(1, step(1)), Finish(1)])
+        assert resumed.hear_kind(Pushed).version == 2
+        resumed.kill()
+        revived = TrainerProcess(run, model, standby=True, checkpoint=folder, attempt=2)
+        assert revived.hear_kind(Ready).version == 2
+        revived.send([Feed(2, [*step(0), *step(9)]), Finish(2)])
+        assert "the bound is" in revived.hear_kind(Broken).why
+        revived.end()
+        assert stores(run, attempt=2) == []

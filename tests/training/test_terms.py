@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from staleflow.training.options import CORRECTIONS
-from staleflow.training.trainer import Group, Trainer, TrainerOptions
+from staleflow.training.trainer import GroupRows, Trainer, TrainerOptions
 from staleflow.types import Row
 from tests.training.oracle import gae
 from tests.training.test_trainer import base, groups_of, updated
@@ -30,7 +30,7 @@ def hidden(model: Any, row: Row) -> Tensor:
     return model.model(tokens[None]).last_hidden_state[0][row.prompt.size - 1 : -1]
 
 
-def as_drawn_by(model: Any, groups: list[Group]) -> list[Group]:
+def as_drawn_by(model: Any, groups: list[GroupRows]) -> list[GroupRows]:
     with torch.no_grad():
         return [
             [replace(row, logprob_bytes=logprobs(model, row).numpy().astype("<f4").tobytes()) for row in group]
@@ -166,7 +166,7 @@ def test_more_updates_than_groups_make_one_for_each_group(base: Any) -> None:
 # Groups without a signal
 
 
-def flat(groups: list[Group]) -> list[Group]:
+def flat(groups: list[GroupRows]) -> list[GroupRows]:
     return [[replace(row, reward=1.0) for row in group] for group in groups]
 
 

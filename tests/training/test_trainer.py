@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from staleflow.training.clock import CpuClock
 from staleflow.training.micro_batches import forward, micro_batches
-from staleflow.training.trainer import Group, StalenessError, Trainer, TrainerOptions
+from staleflow.training.trainer import GroupRows, StalenessError, Trainer, TrainerOptions
 from staleflow.types import Row
 
 VOCABULARY = 12
@@ -33,7 +33,7 @@ def base() -> Any:
     return LlamaForCausalLM(config).double()  # Adam turns the rounding of a tiny gradient into a whole step
 
 
-def groups_of(count: int, members: int, seed: int = 0, version: int = 0) -> list[Group]:
+def groups_of(count: int, members: int, seed: int = 0, version: int = 0) -> list[GroupRows]:
     random = np.random.default_rng(seed)
 
     def row(group: int, member: int) -> Row:
@@ -51,7 +51,7 @@ def groups_of(count: int, members: int, seed: int = 0, version: int = 0) -> list
 
 
 def updated(
-    base: Any, options: TrainerOptions, groups: list[Group], pieces: list[int]
+    base: Any, options: TrainerOptions, groups: list[GroupRows], pieces: list[int]
 ) -> tuple[list[torch.Tensor], Any]:
     trainer = Trainer(copy.deepcopy(base), options)
     begin = 0
@@ -178,7 +178,7 @@ def test_the_gradient_of_an_on_policy_step_is_the_plain_policy_gradient(base: An
     groups = groups_of(3, 4, seed=5)
     (batch,) = micro_batches([row for group in groups for row in group], 10_000)
     logprobs = forward(base, batch, 1.0)[0].detach().numpy()
-    at, honest = 0, list[Group]()
+    at, honest = 0, list[GroupRows]()
     for group in groups:
         rows: list[Row] = []
         for row in group:

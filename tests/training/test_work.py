@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from staleflow.training.micro_batches import Known, micro_batches
 from staleflow.training.options import TrainerOptions
 from staleflow.training.packed import Segments
-from staleflow.training.work import Work, estimated, shaped, signals, with_advantages
+from staleflow.training.work import StepWork, estimate_by_gae, shaped_rewards, signals, with_advantages
 from staleflow.types import Row
 
 from .batches import quick
@@ -22,10 +22,10 @@ def row(size: int, reward: float = 0.0) -> Row:
     return Row.of("p/0", np.zeros(2, "<i4"), tokens, np.zeros(size, "<f4"), ((0, size),), reward)
 
 
-def numbered(sizes: list[list[int]]) -> Work:
+def numbered(sizes: list[list[int]]) -> StepWork:
     """Every token has its place as its advantage."""
     total = sum(map(sum, sizes))
-    return Work([[row(size) for size in group] for group in sizes], Known(torch.arange(total).double()))
+    return StepWork([[row(size) for size in group] for group in sizes], Known(torch.arange(total).double()))
 
 
 SIZES = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=7)
@@ -70,7 +70,7 @@ def test_only_some_groups_keep_what_is_known_of_them():
 
 
 def test_groups_of_equal_rewards_have_no_signal():
-    work = Work([[row(2, 1.0), row(3, 1.0)], [row(1, 0.0), row(2, 1.0)], [row(1, 0.3)]])
+    work = StepWork([[row(2, 1.0), row(3, 1.0)], [row(1, 0.0), row(2, 1.0)], [row(1, 0.3)]])
     assert signals(with_advantages(work, TrainerOptions(0))) == [False, True, False]
     assert signals(with_advantages(work, TrainerOptions(0, "gae"))) == [True, True, True]
 
@@ -78,18 +78,18 @@ def test_groups_of_equal_rewards_have_no_signal():
 def test_the_length_of_a_response_can_give_a_group_its_signal():
     # Limit 4, buffer 2: lengths 1, 3, 4 lose 0, 1/2 and 1, times 0.5.
     options = TrainerOptions(0, "dr_grpo", overlong_buffer=2, max_tokens=4, overlong_penalty=0.5)
-    rewards_N = shaped(torch.ones(3).double(), torch.tensor([1, 3, 4]), options)
+    rewards_N = shaped_rewards(torch.ones(3).double(), torch.tensor([1, 3, 4]), options)
     assert rewards_N.tolist() == [1, 0.75, 0.5]
-    work = with_advantages(Work([[row(1, 1.0), row(3, 1.0), row(4, 1.0)]]), options)
+    work = with_advantages(StepWork([[row(1, 1.0), row(3, 1.0), row(4, 1.0)]]), options)
     assert work.known.advantages_T is not None
     assert work.known.advantages_T.tolist() == [0.25, 0, 0, 0, -0.25, -0.25, -0.25, -0.25]
-    assert shaped(torch.ones(1), torch.tensor([9]), TrainerOptions(0)).tolist() == [1]
+    assert shaped_rewards(torch.ones(1), torch.tensor([9]), TrainerOptions(0)).tolist() == [1]
 
 
 def test_gae_gets_the_shaped_reward_at_the_last_token():
     # Length 2 of at most 2, buffer 1: the reward 3 becomes 2. Values 1 1, gamma 1/2, lambda 0: 0 + 1/2 - 1, 2 - 1.
     options = TrainerOptions(0, "gae", gamma=0.5, gae_lambda=0.0, overlong_buffer=1, max_tokens=2)
-    found = estimated(torch.tensor([3.0]), torch.ones(2), Segments.of([2]), options)
+    found = estimate_by_gae(torch.tensor([3.0]), torch.ones(2), Segments.of([2]), options)
     assert found.advantages_T.tolist() == [-0.5, 1.0]
     assert found.returns_T.tolist() == [0.5, 2.0]
 
@@ -98,7 +98,7 @@ def test_gae_gets_the_shaped_reward_at_the_last_token():
 def test_whitened_advantages_have_mean_zero_and_deviation_one_over_tokens(advantage: Any):
     groups = [[row(2, 1.0), row(3, 0.0)], [row(1, 0.0), row(2, 5.0)]]
     known = Known(values_T=torch.linspace(-1, 1, 8)) if advantage == "gae" else Known()
-    found = with_advantages(Work(groups, known), TrainerOptions(0, advantage, whiten_advantages=True)).known
+    found = with_advantages(StepWork(groups, known), TrainerOptions(0, advantage, whiten_advantages=True)).known
     assert found.advantages_T is not None
     assert float(found.advantages_T.mean()) == pytest.approx(0, abs=1e-6)
     assert float(found.advantages_T.std(correction=0)) == pytest.approx(1, abs=1e-4)

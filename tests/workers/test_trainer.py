@@ -127,8 +127,8 @@ def test_engines_wait_for_the_weights_and_not_for_what_another_trainer_would_nee
         setattr(desk, call, lambda *_, call=call: desk.out.append(call))
     desk.worker = TrainerWorker(desk.trainer, desk, desk.out.append, standby=desk)  # pyright: ignore[reportArgumentType]
     desk.worker.handle([Feed(0, step()), Finish(0)])
-    note, push, _, said, keep = desk.out
-    assert (note, push, said, keep) == ("note", ("push", 1), Pushed(1), "keep")
+    note, wait, push, _, said, keep = desk.out
+    assert (note, wait, push, said, keep) == ("note", "wait", ("push", 1), Pushed(1), "keep")
     assert desk.versions[1].keys() == desk.trainer.weights().keys()
 
 

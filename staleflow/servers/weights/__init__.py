@@ -19,10 +19,10 @@ from typing import Protocol
 
 import torch
 
-from staleflow.servers.weights.pulling import Pulled, Reader
-from staleflow.servers.weights.pushing import Pushed, Writer
-from staleflow.servers.weights.segments import NoStoreError, Registry, WeightsError
-from staleflow.servers.weights.slots import Clock, segments_of
+from staleflow.servers.weights.pulling import PullResult, Reader
+from staleflow.servers.weights.pushing import PushResult, Writer
+from staleflow.servers.weights.segments import NoStoreError, StoreRegistry, WeightsError
+from staleflow.servers.weights.slots import ClockNs, segments_of
 from staleflow.servers.weights.stores import Store
 from staleflow.servers.weights.tensors import Cast
 
@@ -30,8 +30,8 @@ __all__ = [
     "LocalParameterServer",
     "NoStoreError",
     "ParameterServer",
-    "Pulled",
-    "Pushed",
+    "PullResult",
+    "PushResult",
     "WeightsError",
     "claim",
     "reclaim",
@@ -39,13 +39,13 @@ __all__ = [
 ]
 
 LEASE_S = 10.0
-"""How long a reader that stopped in the middle of a pull keeps a slot."""
+"""How long a reader that hangs in the middle of a pull keeps a slot."""
 MAX_SLOTS = 4
 """The published one, the next, and two for readers that are still copying older versions."""
 
 
 class ParameterServer(Protocol):
-    def push(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Pushed:
+    def push(self, version: int, tensors: Mapping[str, torch.Tensor]) -> PushResult:
         """Publish a version greater than all before. On an error nothing is published."""
         ...
 
@@ -81,13 +81,13 @@ class LocalParameterServer:
         dtype: Cast = None,
         max_slots: int = MAX_SLOTS,
         lease_s: float = LEASE_S,
-        clock: Clock = time.monotonic_ns,
+        clock: ClockNs = time.monotonic_ns,
         between: Callable[[], None] | None = None,
     ) -> "LocalParameterServer":
         """A new store with this process as its writer. What dead runs left in the registry is reclaimed first.
 
         ``dtype`` is what floating-point tensors are stored as. ``between`` is called after each copied tensor."""
-        store = Store.create(Registry(registry), name, clock)
+        store = Store.create(StoreRegistry(registry), name, clock)
         return cls._writing(store, dtype, max_slots, lease_s, between)
 
     @classmethod
@@ -98,12 +98,12 @@ class LocalParameterServer:
         registry: Path | str | None = None,
         max_slots: int = MAX_SLOTS,
         lease_s: float = LEASE_S,
-        clock: Clock = time.monotonic_ns,
+        clock: ClockNs = time.monotonic_ns,
         between: Callable[[], None] | None = None,
     ) -> "LocalParameterServer":
-        """The store of a writer that died; its newest version and its layout stay. ``create`` elsewhere may reclaim the
-        store before, if no reader holds it. Raises ``NoStoreError`` if there is none."""
-        store = Store.take_over(Registry(registry), name, clock)
+        """Become the writer of a store whose writer died; its newest version and its layout stay. If no reader holds
+        it, ``create`` in another process may reclaim it first. Raises ``NoStoreError`` if there is none."""
+        store = Store.take_over(StoreRegistry(registry), name, clock)
         return cls._writing(store, None, max_slots, lease_s, between)
 
     @classmethod
@@ -113,11 +113,11 @@ class LocalParameterServer:
         *,
         registry: Path | str | None = None,
         lease_s: float = LEASE_S,
-        clock: Clock = time.monotonic_ns,
+        clock: ClockNs = time.monotonic_ns,
         between: Callable[[], None] | None = None,
     ) -> "LocalParameterServer":
-        """For reading, in any process of the machine."""
-        store = Store.attach(Registry(registry), name, clock)
+        """An existing store, for reading, in any process of the machine."""
+        store = Store.attach(StoreRegistry(registry), name, clock)
         try:
             return cls(store, None, lease_s, between)
         except BaseException:
@@ -134,7 +134,7 @@ class LocalParameterServer:
             store.detach("could not be opened")
             raise
 
-    def push(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Pushed:
+    def push(self, version: int, tensors: Mapping[str, torch.Tensor]) -> PushResult:
         self._store.check()
         if self._writer is None:
             raise WeightsError(f"weights store {self._store.name!r} is attached for reading: push from its writer")
@@ -145,29 +145,30 @@ class LocalParameterServer:
         return self._store.block.published.version
 
     def pull(self, into: Mapping[str, torch.Tensor], at_least: int = 0, *, verify: bool = False) -> int:
-        """Tensors that hold the version already, from the pull before, are not copied: call ``forget`` if anything else
-        wrote to them. ``verify`` checksums what landed. After an error the tensors may mix versions."""
+        """Copy the newest version into these tensors. Those that hold it already, from the previous pull, are skipped:
+        call ``forget`` if anything else wrote to them. ``verify`` compares the checksums of what was copied. After an
+        error the tensors may mix versions."""
         self._store.check()
         if self._reader is None:
             self._reader = Reader(self._store, self._lease_s, self._between)
         return self._reader.pull(into, at_least, verify).version
 
     @property
-    def last_pull(self) -> Pulled | None:
-        """Bytes copied and skipped, attempts and checksum of the last pull of this object."""
+    def last_pull(self) -> PullResult | None:
+        """The last pull of this object: bytes copied and skipped, attempts and checksum."""
         return self._reader.last if self._reader else None
 
     def forget(self) -> None:
-        """The engine's tensors were written by somebody else, or are no longer used: the next pull copies all."""
+        """Let the next pull copy everything: the engine's tensors were written by others, or are no longer used."""
         if self._reader:
             self._reader.forget()
 
     def detach(self) -> None:
-        """Let go without removing anything: a writer leaves its versions to the one that takes over."""
+        """Leave without removing anything: a writer leaves its versions to the one that takes over."""
         self._leave("is closed here: attach again")
 
     def close(self) -> None:
-        """The writer removes the store and its memory; a reader lets go of it. Again does nothing."""
+        """The writer removes the store and its memory; a reader leaves it. May be called again."""
         if self._writer and not self._store.gone:
             self._store.remove()
         self._leave("is closed: create it again" if self._writer else "is closed here: attach again")
@@ -193,16 +194,16 @@ class LocalParameterServer:
 
 
 def standby_of(store: str) -> str:
-    """The name of the store beside that of the weights that keeps what another trainer continues from."""
+    """The name of the store with the standby state that belongs to a store of weights."""
     return f"{store}-standby"
 
 
 @contextmanager
 def claim(name: str, registry: Path | str | None = None) -> Generator[None]:
-    """Meanwhile the store of this name is not a leftover, even if no process is attached. Before and after, whatever
-    dead runs left is reclaimed."""
+    """Meanwhile the store of this name is not a leftover, even if no process is attached. What dead runs left is
+    reclaimed before and after."""
     reclaim(registry)
-    folder = Registry(registry)
+    folder = StoreRegistry(registry)
     fd = folder.claim(name)
     try:
         yield
@@ -213,6 +214,6 @@ def claim(name: str, registry: Path | str | None = None) -> Generator[None]:
 
 def reclaim(registry: Path | str | None = None) -> list[str]:
     """Free what dead runs left in the registry. Returns the names of their stores."""
-    folder = Registry(registry)
+    folder = StoreRegistry(registry)
     with folder.locked():
         return folder.reclaim(segments_of)

@@ -1,6 +1,6 @@
 """The tensors of an engine that weights are pulled into, and what they hold since the last pull.
 
-plan = Plan(layout, dict(engine.named_parameters()))
+plan = PullPlan(layout, dict(engine.named_parameters()))
 plan.wanted(checksums)      # the tensors that differ from a version with these checksums
 plan.landed(checksums)      # they hold it now
 """
@@ -13,27 +13,27 @@ import numpy as np
 import torch
 
 from staleflow.servers.weights.segments import WeightsError
-from staleflow.servers.weights.tensors import DIGEST, Layout, identity, is_plain
+from staleflow.servers.weights.tensors import DIGEST, SlotLayout, identity, is_plain
 
 
 class Target(NamedTuple):
-    """A tensor of the engine, and the stored one that it takes."""
+    """A tensor of the engine, and the stored one that is copied into it."""
 
     name: str
     tensor: torch.Tensor
     source: int
-    """The stored one's number."""
+    """Number of the stored tensor."""
     address: int
     start: int
     size: int
     plain: bool
-    """Bytes can be copied as they are; otherwise torch converts, strides or moves them to the device."""
+    """Whether bytes can be copied as they are; otherwise torch converts, strides or moves them to the device."""
 
 
-class Plan:
+class PullPlan:
     """Which stored tensor goes where, for one set of engine tensors. Keeps their memory alive."""
 
-    def __init__(self, layout: Layout, into: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, layout: SlotLayout, into: Mapping[str, torch.Tensor]) -> None:
         self._names = list(into)
         self._tensors = list(into.values())
         self._places = [*map(_place, self._tensors)]
@@ -41,7 +41,7 @@ class Plan:
         self.size = sum(target.size for target in self.targets)
         self._sources = np.array([target.source for target in self.targets])
         self._held = np.zeros((len(self.targets), DIGEST // 8), np.uint64)
-        """The checksum of what each target holds; zeros where that is not known."""
+        """The checksum of what each target holds; zeros if that is not known."""
 
     def fits(self, into: Mapping[str, torch.Tensor]) -> bool:
         """Whether these are the same tensors in the same memory."""
@@ -51,7 +51,7 @@ class Plan:
         return all(map(is_, tensors, self._tensors)) or [*map(identity, tensors)] == [*map(identity, self._tensors)]
 
     def wanted(self, checksums: bytes) -> list[Target]:
-        """The targets that do not hold a version with these checksums. From now on it is not known what they hold."""
+        """The targets that do not hold a version with these checksums. What they hold counts as unknown from now on."""
         different = np.flatnonzero((self._held != self._of(checksums)).any(axis=1))
         self._held[different] = 0
         if len(different) == len(self.targets):
@@ -73,7 +73,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
     return tensor.data_ptr(), tensor.stride()
 
 
-def _targets(layout: Layout, into: Mapping[str, torch.Tensor]) -> list[Target]:
+def _targets(layout: SlotLayout, into: Mapping[str, torch.Tensor]) -> list[Target]:
     targets: dict[tuple[Any, ...], Target] = {}
     for name, tensor in into.items():
         index = layout.index.get(name)

@@ -1,23 +1,25 @@
-"""Between a slot and a GPU: pinned memory, and tensors that are converted on the GPU and come in few large copies.
+"""Between a slot and a GPU: pinned memory, and tensors that are converted on the GPU and copied in few large pieces.
 
 pin(memory.data_ptr(), memory.numel())
 digests = store_from_gpu(memory, [(entry, tensor), ...])      # neighbours in the slot are one copy
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
 import torch
+import xxhash
 
-from staleflow.servers.weights.tensors import Entry, digest_of
+from staleflow.servers.weights.tensors import StoredTensor, raw
 
 STAGED = 256 << 20
-"""Bytes that are gathered on the GPU for one copy; a larger tensor is one alone."""
-HASHERS = 4
-"""Threads that checksum what has landed, while the rest is under way."""
+"""Bytes that are gathered on the GPU for one copy; a larger tensor is a copy of its own."""
+HASHERS = min(8, os.cpu_count() or 1)
+"""Threads that checksum what has arrived while the rest is being copied."""
 
-Run = list[tuple[int, Entry, torch.Tensor]]
+Neighbours = list[tuple[int, StoredTensor, torch.Tensor]]
 
 
 def pin(address: int, size: int) -> bool:
@@ -26,25 +28,44 @@ def pin(address: int, size: int) -> bool:
 
 
 def unpin(address: int) -> None:
-    """Before the memory is given back."""
+    """Undo ``pin`` before the memory is freed."""
     cast(Any, torch.cuda).cudart().cudaHostUnregister(address)
 
 
-def store_from_gpu(memory: torch.Tensor, tensors: Sequence[tuple[int, Entry, torch.Tensor]]) -> dict[int, str]:
-    """Bring the bytes of a slot to the values of numbered tensors. Returns their checksums once all are in place."""
+def store_from_gpu(memory: torch.Tensor, tensors: Sequence[tuple[int, StoredTensor, torch.Tensor]]) -> dict[int, str]:
+    """Copy numbered tensors into a slot. Returns their checksums once all are in place."""
     landed = [(run, _send(memory, run)) for run in _runs(tensors)]
-    found: dict[int, Future[str]] = {}
+    found: list[Future[dict[int, str]]] = []
     with ThreadPoolExecutor(HASHERS) as pool:
         for run, event in landed:
             event.synchronize()
-            for number, entry, _ in run:
-                place = memory.data_ptr() + entry.start
-                found[number] = pool.submit(digest_of, place, entry.stop - entry.start)
-    return {number: each.result() for number, each in found.items()}
+            places = [(number, entry) for number, entry, _ in run]
+            found += [pool.submit(digests, memory.data_ptr(), share) for share in shares(places, HASHERS)]
+    return {number: digest for each in found for number, digest in each.result().items()}
 
 
-def _send(memory: torch.Tensor, run: Run) -> Any:
-    """Convert and gather on the GPU, then one copy. Returns an event that is behind it."""
+def shares(places: Sequence[tuple[int, StoredTensor]], count: int) -> list[list[tuple[int, StoredTensor]]]:
+    """Tensors shared out over ``count`` threads, about as many bytes for each, in few calls: the interpreter is free
+    only while a thread is inside one."""
+    found: list[list[tuple[int, StoredTensor]]] = [[] for _ in range(count)]
+    held = [0] * count
+    for place in sorted(places, key=lambda place: place[1].start - place[1].stop):
+        least = held.index(min(held))
+        found[least].append(place)
+        held[least] += place[1].stop - place[1].start
+    return [share for share in found if share]
+
+
+def digests(address: int, places: Sequence[tuple[int, StoredTensor]]) -> dict[int, str]:
+    """Checksums of tensors in a slot at this address, each in one go."""
+    return {
+        number: xxhash.xxh3_64_hexdigest(raw(address + entry.start, entry.stop - entry.start))
+        for number, entry in places
+    }
+
+
+def _send(memory: torch.Tensor, run: Neighbours) -> Any:
+    """Convert and gather on the GPU, then copy at once. Returns an event that is recorded after the copy."""
     begin, end = run[0][1].start, run[-1][1].stop
     staged = torch.empty(end - begin, dtype=torch.uint8, device=run[0][2].device)
     parts = [staged[entry.start - begin : entry.stop - begin] for _, entry, _ in run]
@@ -54,9 +75,9 @@ def _send(memory: torch.Tensor, run: Run) -> Any:
     return torch.cuda.current_stream(staged.device).record_event()
 
 
-def _runs(tensors: Sequence[tuple[int, Entry, torch.Tensor]]) -> Iterator[Run]:
-    """Neighbours in the slot and on one device, of about as many bytes as are staged at once."""
-    run: Run = []
+def _runs(tensors: Sequence[tuple[int, StoredTensor, torch.Tensor]]) -> Iterator[Neighbours]:
+    """Neighbours in the slot that are on one device, up to about ``STAGED`` bytes."""
+    run: Neighbours = []
     for each in tensors:
         _, entry, tensor = each
         if run and (

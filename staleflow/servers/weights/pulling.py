@@ -1,13 +1,13 @@
-"""The reader's side of a weights store: copy the newest version straight into the engine's tensors.
+"""The reader's side of a weights store: copy the newest version directly into the engine's tensors.
 
 ::
 
     lease the published slot -> sequence even? -> copy what changed -> sequence still the same? -> done
                                     no ^----------------------------------------- no: take the newest, again
 
-The lease asks the writer to leave the slot alone and is renewed during the copy. It is a courtesy, not a lock: a writer
+The lease asks the writer to leave the slot alone and is renewed during the copy. It is a request, not a lock: a writer
 that has no other slot takes it, the reader notices and starts over. So a pull ends with one version in all tensors, or
-with an error that says so.
+with an error.
 """
 
 import ctypes
@@ -18,32 +18,32 @@ from typing import NamedTuple
 
 import torch
 
-from staleflow.servers.weights.engine_tensors import Plan, Target
+from staleflow.servers.weights.engine_tensors import PullPlan, Target
 from staleflow.servers.weights.gpu import pin, unpin
 from staleflow.servers.weights.segments import WeightsError, attach_segment
 from staleflow.servers.weights.stores import Store
-from staleflow.servers.weights.tensors import Layout, digest_of, is_plain, raw
+from staleflow.servers.weights.tensors import SlotLayout, digest_of, is_plain, raw
 
 ATTEMPTS = 8
-"""A pull starts over when its slot was taken. With leases that is rare; this many in a row are a fault somewhere."""
+"""How often a pull may start over because its slot was taken. With leases that is rare."""
 SMALL = 1 << 20
-"""Up to here Python's own copy is the quickest to start; above, one that lets other threads run."""
+"""Up to this size Python's own copy starts fastest; larger copies let other threads run."""
 RENEW = 1 << 30
 """Bytes copied between two renewals of the lease: the C library copies 256 MB at once a quarter faster than in four."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PullResult:
     version: int
     checksum: str
     copied: int
     skipped: int
-    """Bytes that the engine's tensors held already."""
+    """Bytes that the engine's tensors already held."""
     attempts: int
 
 
 class Moves(NamedTuple):
-    """What to copy, by the way it is copied."""
+    """What to copy, by how it is copied."""
 
     small: list[list[tuple[memoryview, memoryview]]]
     large: list[tuple[int, int, int]]
@@ -59,8 +59,8 @@ class Mapped:
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
         self.views: list[torch.Tensor] = []
-        self.whole: tuple[Plan, Moves] | None = None
-        """The moves that copy everything; as good for the next version."""
+        self.whole: tuple[PullPlan, Moves] | None = None
+        """The moves that copy everything, kept for the next version."""
         self._pinned: bool | None = None
 
     def pin(self) -> None:
@@ -69,29 +69,29 @@ class Mapped:
             self._pinned = pin(self.address, len(self.memory))
 
     def drop(self) -> None:
-        """The memory is unmapped when the last tensor over it is gone."""
+        """Forget the tensors; the memory is unmapped when the last one over it is gone."""
         if self._pinned:
             unpin(self.address)
         self.views, self.whole = [], None
 
 
 class Reader:
-    """Not for several threads at a time."""
+    """Pulls versions from a store; to be used by one thread at a time."""
 
     def __init__(self, store: Store, lease_s: float, between: Callable[[], None] | None = None) -> None:
         self.store = store
         self.block = store.block
         self.lease_s = lease_s
-        self.last: Pulled | None = None
+        self.last: PullResult | None = None
         self._between = between
-        self._layout: Layout | None = None
-        self._plan: Plan | None = None
+        self._layout: SlotLayout | None = None
+        self._plan: PullPlan | None = None
         self._mapped: dict[int, Mapped] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         with store.registry.locked():
             self._entry = self.block.claim()
 
-    def pull(self, into: Mapping[str, torch.Tensor], at_least: int, verify: bool) -> Pulled:
+    def pull(self, into: Mapping[str, torch.Tensor], at_least: int, verify: bool) -> PullResult:
         for attempt in range(1, ATTEMPTS + 1):
             version, slot = self.block.published
             if version < max(0, at_least):
@@ -105,7 +105,7 @@ class Reader:
                 self.block.release(self._entry)
             if done is not None:
                 checksum, copied, skipped = done
-                self.last = Pulled(version, checksum, copied, skipped, attempt)
+                self.last = PullResult(version, checksum, copied, skipped, attempt)
                 return self.last
         raise WeightsError(
             f"version {self.block.published.version} and those before it were overwritten {ATTEMPTS} times while they "
@@ -146,7 +146,7 @@ class Reader:
         if not mapped.views:
             mapped.views = layout.views(mapped.tensor)
         if self._plan is None or not self._plan.fits(into):
-            self._plan = Plan(layout, into)
+            self._plan = PullPlan(layout, into)
         plan = self._plan
         wanted = plan.wanted(checksums)
         if wanted and not self._copy(self._moves(plan, mapped, wanted), mapped, slot, sequence):
@@ -160,7 +160,7 @@ class Reader:
         return checksum, copied, plan.size - copied
 
     def _map(self, slot: int) -> Mapped | None:
-        """The slot's segment; segments that the writer gave back are dropped on the way."""
+        """The slot's segment; drops segments that the writer has freed."""
         for number, mapped in list(self._mapped.items()):
             if mapped.generation != self.block.generation(number) or not self.block.size(number):
                 self._mapped.pop(number).drop()
@@ -172,17 +172,17 @@ class Reader:
             self._mapped[slot] = Mapped(generation, memory)
         return self._mapped[slot]
 
-    def _read_layout(self, mapped: Mapped, slot: int, sequence: int) -> Layout | None:
+    def _read_layout(self, mapped: Mapped, slot: int, sequence: int) -> SlotLayout | None:
         length = 8 + int.from_bytes(mapped.memory[:8], "little")
         header = mapped.memory[:length]
         if self.block.sequence(slot) != sequence:
             return None
-        self._layout = Layout.parse(header)
+        self._layout = SlotLayout.parse(header)
         return self._layout
 
     # Copying
 
-    def _moves(self, plan: Plan, mapped: Mapped, wanted: list[Target]) -> Moves:
+    def _moves(self, plan: PullPlan, mapped: Mapped, wanted: list[Target]) -> Moves:
         if len(wanted) < len(plan.targets):
             return moves(wanted, mapped)
         if mapped.whole is None or mapped.whole[0] is not plan:
@@ -190,7 +190,7 @@ class Reader:
         return mapped.whole[1]
 
     def _copy(self, moves: Moves, mapped: Mapped, slot: int, sequence: int) -> bool:
-        """Renews the lease on the way. False if the slot was seen to be taken: then the rest is not worth copying."""
+        """Copy, renewing the lease. False if the slot was taken meanwhile: then the rest is not worth copying."""
         between = self._between
         for batch in moves.small:
             if not self._keep(slot, sequence):
@@ -211,8 +211,8 @@ class Reader:
     def _copy_by_torch(
         self, pairs: list[tuple[torch.Tensor, torch.Tensor]], mapped: Mapped, slot: int, sequence: int
     ) -> bool:
-        """What is strided, converted, or on a device. GPUs copy beside what they run; it ends before this returns,
-        so that the sequence is looked at after the last byte was read."""
+        """Copy what is strided, converted, or on a device. GPUs copy in parallel with decoding; the copies have ended
+        when this returns, so that the sequence is read after the last byte."""
         taken = False
         with torch.inference_mode():
             for target, source in pairs:
@@ -232,7 +232,7 @@ class Reader:
         return not taken
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """A stream for copies, behind what the engine has asked of the device so far."""
+        """A stream for copies, after what the engine has launched so far."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         self._streams[device].wait_stream(torch.cuda.current_stream(device))
@@ -242,8 +242,8 @@ class Reader:
         self.block.lease(self._entry, slot, self.lease_s)
         return self.block.sequence(slot) == sequence
 
-    def _verify(self, plan: Plan, mapped: Mapped, slot: int, sequence: int) -> bool:
-        """Checksum what is in the engine's tensors now. False if the slot was taken, so that nobody knows."""
+    def _verify(self, plan: PullPlan, mapped: Mapped, slot: int, sequence: int) -> bool:
+        """Compare the checksums of the engine's tensors. False if the slot was taken, so that they cannot be known."""
         for target, held in zip(plan.targets, plan.held(), strict=True):
             tensor, view = target.tensor, mapped.views[target.source]
             if tensor.dtype != view.dtype:

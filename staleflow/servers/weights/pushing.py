@@ -19,7 +19,7 @@ from staleflow.servers.weights.gpu import pin, store_from_gpu, unpin
 from staleflow.servers.weights.segments import WeightsError, attach_segment, create_segment, ensure_room, unlink_segment
 from staleflow.servers.weights.slots import SLOTS
 from staleflow.servers.weights.stores import Store
-from staleflow.servers.weights.tensors import CHUNK, Cast, Layout, store_tensor
+from staleflow.servers.weights.tensors import CHUNK, Cast, SlotLayout, store_tensor
 
 USUAL_SLOTS = 2
 """One published, one to write the next version to."""
@@ -28,7 +28,7 @@ IDLE_PUSHES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Pushed:
+class PushResult:
     version: int
     checksum: str
     copied: int
@@ -70,14 +70,14 @@ class Writer:
         self.block = store.block
         self.cast: Cast = cast
         self.max_slots = max_slots
-        self.layout: Layout | None = None
+        self.layout: SlotLayout | None = None
         self._slots: dict[int, Slot] = {}
         self._idle = 0
         self._between = between
         self._scratch = torch.empty(CHUNK, dtype=torch.uint8)
         self._recover()
 
-    def push(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Pushed:
+    def push(self, version: int, tensors: Mapping[str, torch.Tensor]) -> PushResult:
         newest = self.block.published.version
         if version <= newest or version < 0:
             raise WeightsError(
@@ -86,7 +86,7 @@ class Writer:
             )
         layout = self.layout
         if layout is None:
-            layout = Layout.of(tensors, self.cast)
+            layout = SlotLayout.of(tensors, self.cast)
             self._start(layout)
         else:
             layout.check(tensors)
@@ -103,7 +103,7 @@ class Writer:
         self.block.finish(number, version)
         self.block.publish(version, number)
         self._shrink()
-        return Pushed(version, checksum, copied, layout.data - copied, len(self._slots))
+        return PushResult(version, checksum, copied, layout.data - copied, len(self._slots))
 
     def close(self) -> None:
         for slot in self._slots.values():
@@ -111,7 +111,7 @@ class Writer:
         self._slots.clear()
 
     def _fill(
-        self, layout: Layout, slot: Slot, tensors: Mapping[str, torch.Tensor], known: list[str] | None
+        self, layout: SlotLayout, slot: Slot, tensors: Mapping[str, torch.Tensor], known: list[str] | None
     ) -> tuple[list[str], int]:
         numbered = [(number, entry, tensors[entry.name]) for number, entry in enumerate(layout.entries)]
         on_gpu = [each for each in numbered if each[2].is_cuda and each[2].numel()]
@@ -131,7 +131,7 @@ class Writer:
 
     # Slots
 
-    def _start(self, layout: Layout) -> None:
+    def _start(self, layout: SlotLayout) -> None:
         """Take the memory for the usual slots at once: the first push pays, and the second is as fast as the rest."""
         ensure_room(USUAL_SLOTS * layout.size)
         try:
@@ -143,7 +143,7 @@ class Writer:
             raise
         self.layout = layout
 
-    def _choose(self, layout: Layout) -> int:
+    def _choose(self, layout: SlotLayout) -> int:
         """A slot to write: unread if there is one, then a new one, then the one whose readers are furthest behind."""
         others = [number for number in self._slots if number != self.block.published.slot]
         leased = self.block.leased()
@@ -168,7 +168,7 @@ class Writer:
         if self._idle >= IDLE_PUSHES:
             self._free(min(unread, key=self.block.version))
 
-    def _allocate(self, number: int, layout: Layout) -> None:
+    def _allocate(self, number: int, layout: SlotLayout) -> None:
         unlink_segment(self.block.segment(number))  # of a writer that was killed while it gave the slot back
         self.block.begin(number)  # nothing is in it until the first push to it ends
         memory = create_segment(self.block.next_generation(number), layout.size)
@@ -198,7 +198,7 @@ class Writer:
                 self._free(number)
             return
         memory = self._slots[published.slot].memory
-        self.layout = Layout.parse(memory[: 8 + int.from_bytes(memory[:8], "little")])
+        self.layout = SlotLayout.parse(memory[: 8 + int.from_bytes(memory[:8], "little")])
         for number, slot in self._slots.items():
             slot.views = self.layout.views(slot.bytes)
             if not self.block.sequence(number) & 1:

@@ -1,12 +1,12 @@
-"""Shared memory segments, and the registry that knows which of them belong to whom.
+"""Shared memory segments, and the registry of the stores that they belong to.
 
 A store is a control file in the registry folder and a few POSIX shared memory segments that the file names. Whoever
 uses the store holds a shared ``flock`` on the file, its writer an exclusive one on a second file beside it. The kernel
 drops both when a process dies, however it dies: so a store that nobody holds is a leftover, and ``reclaim`` removes it
-and its memory without touching what another live run uses. A run that lives may have a store that nobody holds for a
-moment, when its trainer has died and no instance is attached: it claims the name as long as it lasts.
+and its memory without touching what another live run uses. A live run may have a store that nobody holds for a moment,
+when its trainer has died and no instance is attached: so it claims the name until it ends.
 
-    registry = Registry(None)              # per user, in shared memory like the segments themselves
+    registry = StoreRegistry(None)         # per user, in shared memory like the segments themselves
     with registry.locked():                # while stores appear, are joined or go
         registry.reclaim(read_segments)    # names of the stores that were left over
 """
@@ -27,16 +27,16 @@ from typing import Any
 from staleflow.errors import StaleFlowError
 
 _shm: Any = importlib.import_module("_posixshmem")
-"""What ``multiprocessing.shared_memory`` is built on; used directly, because its resource tracker removes segments
-when the process that made them dies, and ours must outlive it."""
+"""The base of ``multiprocessing.shared_memory``; used directly, because the resource tracker of the latter removes
+segments when the process that made them dies, and ours must outlive it."""
 SHM_FOLDER = "/dev/shm"
-"""Where Linux mounts shared memory. Systems without it answer when memory is taken."""
+"""Where Linux mounts shared memory. Elsewhere a lack of room shows when memory is allocated."""
 LOCK_WAIT_S = 30.0
-"""How long the registry lock is waited for. It is held for milliseconds; freeing a large leftover takes longest."""
+"""Limit of the wait for the registry lock. It is held for milliseconds; freeing a large leftover takes longest."""
 
 
 class WeightsError(StaleFlowError, ValueError):
-    """Something about weights that the caller can put right. What was published before stays as it was."""
+    """Weights cannot be stored or loaded; the message says what to do. What was published stays as it was."""
 
 
 class NoStoreError(WeightsError):
@@ -47,10 +47,10 @@ class NoStoreError(WeightsError):
 
 
 def create_segment(name: str, size: int) -> mmap.mmap:
-    """A new segment whose every page exists and is mapped.
+    """A new segment with all its pages allocated and mapped.
 
-    Memory is taken here, so that a full machine gives an error now and not a SIGBUS in the middle of a copy, and so
-    that no push or pull pays for first touches."""
+    So a full machine gives an error now and not a SIGBUS in the middle of a copy, and no push or pull pays for first
+    touches."""
     ensure_room(size)
     fd: int = _shm.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
@@ -117,10 +117,10 @@ def _map(fd: int, size: int) -> mmap.mmap:
 # Processes
 
 
-def started(pid: int) -> int | None:
-    """When the process started, in the kernel's ticks; 0 if it lives and that is unknown; None if it is dead.
+def start_time(pid: int) -> int | None:
+    """When the process started, in the kernel's ticks; 0 if it is alive and that is unknown; None if it is dead.
 
-    With the pid this names one process for good: the next to get the same pid has another start."""
+    Together with the pid this identifies a process: the next one with the same pid has another start."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -151,8 +151,8 @@ def _common_folder() -> Path:
     return Path(SHM_FOLDER if shared else tempfile.gettempdir()) / f"staleflow-{os.getuid()}"
 
 
-class Registry:
-    """One folder per user, with two small files for each store and a lock for the moments when stores come and go."""
+class StoreRegistry:
+    """One folder per user, with a few small files for each store and a lock for creating, joining and removing them."""
 
     def __init__(self, folder: Path | str | None = None) -> None:
         self.folder = Path(folder or _common_folder())
@@ -176,13 +176,13 @@ class Registry:
         return self.control(name).with_suffix(".claim")
 
     def claim(self, name: str) -> int:
-        """Until ``disclaim`` of what this returns, or the death of this process, the store is not a leftover."""
+        """Keep the store from being a leftover until ``disclaim`` of what this returns, or the end of this process."""
         with self.locked():
             fd = self.open(self.claimed(name), create=True)
             if hold(fd, fcntl.LOCK_EX):
                 return fd
         os.close(fd)
-        raise WeightsError(f"weights store {name!r} belongs to a run that lives: stop that first")
+        raise WeightsError(f"weights store {name!r} belongs to a live run: stop that first")
 
     def disclaim(self, name: str, fd: int) -> None:
         with self.locked():
@@ -191,7 +191,7 @@ class Registry:
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None]:
-        """Alone while stores are created, joined and reclaimed. A process that dies here lets go."""
+        """Hold the lock under which stores are created, joined and reclaimed. A process that dies releases it."""
         fd = self.open(self.folder / "lock", create=True)
         try:
             deadline = time.monotonic() + LOCK_WAIT_S
@@ -226,7 +226,7 @@ class Registry:
         return gone
 
     def leftovers(self, segments_of: SegmentsOf) -> Iterator[tuple[str, list[str]]]:
-        """Name and segments of each store that nobody holds, and that nobody can join before the next is asked for."""
+        """Name and segments of each store that nobody holds, and that nobody can join until the next is asked for."""
         for control in sorted(self.folder.glob("*.weights")):
             fd = self.open(control)
             try:
@@ -249,7 +249,7 @@ class Registry:
             os.close(fd)
 
     def remove(self, name: str, segments: list[str]) -> None:
-        """Segments first: a death in between leaves the file that names the rest."""
+        """Remove segments and files. Segments first: a death in between leaves the file that names the rest."""
         for segment in segments:
             unlink_segment(segment)
         self.writer(name).unlink(missing_ok=True)
@@ -263,7 +263,7 @@ class Registry:
 
 
 def let_go(fd: int) -> None:
-    """Unlock, then close: a process forked meanwhile has the file open, and closing alone would leave it locked."""
+    """Unlock, then close: a process forked meanwhile has the file open, and closing it here would leave it locked."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 

@@ -12,8 +12,8 @@ written; a reader that sees the same even number before and after its copy has c
 the slot's segment: it grows before a segment is made, so that whoever comes after a crash knows what may exist.
 
 Ordering: words before and after a copy must reach memory in the order of the program. x86 keeps stores in order and
-loads in order by itself; elsewhere ``fence`` does it: letting go of a lock and taking it again orders what lies before
-and after.
+loads in order by itself; elsewhere ``fence`` does: releasing a lock and taking it again orders what is before and
+after.
 """
 
 import os
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from staleflow.servers.weights.segments import WeightsError, started
+from staleflow.servers.weights.segments import WeightsError, start_time
 
 MAGIC = int.from_bytes(b"sfweight", "little")
 FORMAT = 1
@@ -36,7 +36,7 @@ FORMAT_WORD, _TOKEN, _PUBLISHED, CLOSED_WORD = 1, 2, 3, 4
 _SEQUENCE, _VERSION, _GENERATION, _SIZE = 0, 1, 2, 3
 _PID, _START, _SLOT, _EXPIRY = 0, 1, 2, 3
 
-Clock = Callable[[], int]
+ClockNs = Callable[[], int]
 """Nanoseconds on a clock that all processes of the machine share, as ``time.monotonic_ns`` does."""
 
 
@@ -51,7 +51,7 @@ NOTHING = Published(-1, -1)
 class ControlBlock:
     """The words of one store. Knows what they mean, not when to change them."""
 
-    def __init__(self, words: memoryview, clock: Clock = time.monotonic_ns) -> None:
+    def __init__(self, words: memoryview, clock: ClockNs = time.monotonic_ns) -> None:
         self._words = words
         self._clock = clock
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class ControlBlock:
         return b"".join(word.to_bytes(8, "little") for word in words)
 
     def fence(self) -> None:
-        """What was stored or loaded before is so for everybody who sees what comes after."""
+        """Whoever sees what is stored after this also sees what was stored before."""
         self._lock.release()
         self._lock.acquire()
 
@@ -93,25 +93,25 @@ class ControlBlock:
         return self._words[_at(slot) + _SEQUENCE]
 
     def version(self, slot: int) -> int:
-        """What the slot holds, where its sequence is even."""
+        """The version that the slot holds; valid while its sequence is even."""
         return self._words[_at(slot) + _VERSION] - 1
 
     def generation(self, slot: int) -> int:
         return self._words[_at(slot) + _GENERATION]
 
     def size(self, slot: int) -> int:
-        """Bytes of its segment; zero if it has none."""
+        """Bytes of the slot's segment; zero if it has none."""
         return self._words[_at(slot) + _SIZE]
 
     def allocated(self) -> list[int]:
         return [slot for slot in range(SLOTS) if self.size(slot)]
 
     def segment(self, slot: int) -> str:
-        """Short, because macOS allows 31 characters."""
+        """Name of the slot's segment; short, because macOS allows 31 characters."""
         return f"/sf-{self._words[_TOKEN]:08x}-{slot}-{self.generation(slot)}"
 
     def begin(self, slot: int) -> None:
-        """From here on its readers find out that it is taken."""
+        """Begin to write: from here on, its readers see that the slot is taken."""
         word = _at(slot) + _SEQUENCE
         self._words[word] = (self._words[word] + 1) | 1
         self.fence()
@@ -122,7 +122,7 @@ class ControlBlock:
         self._words[_at(slot) + _SEQUENCE] += 1
 
     def next_generation(self, slot: int) -> str:
-        """The name for a new segment of the slot; noted before the segment exists."""
+        """The name for a new segment of the slot, recorded before the segment exists."""
         self._words[_at(slot) + _GENERATION] += 1
         return self.segment(slot)
 
@@ -138,13 +138,13 @@ class ControlBlock:
             if not self._words[word + _PID] or not self._owned(word):
                 self._words[word + _PID] = 0
                 self._words[word + _SLOT] = self._words[word + _EXPIRY] = 0
-                self._words[word + _START] = started(os.getpid()) or 0
+                self._words[word + _START] = start_time(os.getpid()) or 0
                 self._words[word + _PID] = os.getpid()
                 return entry
         raise WeightsError(f"{LEASES} readers are attached already: close some, or share one reader per process")
 
     def lease(self, entry: int, slot: int, seconds: float) -> None:
-        """Ask the writer to leave the slot alone for so long. Again while copying, to renew."""
+        """Ask the writer to leave the slot alone for some seconds. Called again during a copy, to renew."""
         word = FIRST_LEASE + entry * LEASE_WORDS
         self._words[word + _EXPIRY] = self._clock() + int(seconds * 1e9)
         self._words[word + _SLOT] = slot + 1
@@ -171,7 +171,7 @@ class ControlBlock:
 
     def _owned(self, word: int) -> bool:
         pid = self._words[word + _PID]
-        return pid > 0 and started(pid) == self._words[word + _START]
+        return pid > 0 and start_time(pid) == self._words[word + _START]
 
 
 def _at(slot: int) -> int:

@@ -1,8 +1,8 @@
-"""Joining and leaving a weights store, and being seen to live while in it.
+"""Joining and leaving a weights store, with locks that show which processes are alive.
 
-store = Store.create(Registry(None), "run-7", time.monotonic_ns)   # the trainer
-store = Store.attach(Registry(None), "run-7", time.monotonic_ns)   # an instance
-store.check()                                                      # raises once it is closed
+store = Store.create(StoreRegistry(None), "run-7", time.monotonic_ns)   # the trainer
+store = Store.attach(StoreRegistry(None), "run-7", time.monotonic_ns)   # an instance
+store.check()                                                           # raises once it is closed
 """
 
 import fcntl
@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable
 
-from staleflow.servers.weights.segments import NoStoreError, Registry, WeightsError, hold, let_go
+from staleflow.servers.weights.segments import NoStoreError, StoreRegistry, WeightsError, hold, let_go
 from staleflow.servers.weights.slots import (
     CLOSED_WORD,
     FORMAT,
@@ -19,26 +19,26 @@ from staleflow.servers.weights.slots import (
     MAGIC,
     SLOTS,
     WORDS,
-    Clock,
+    ClockNs,
     ControlBlock,
     segments_of,
 )
 
 
 class Store:
-    """This process's hold on one store: its control block, and the locks that show that it lives."""
+    """This process's hold on one store: its control block, and the locks that show that the process is alive."""
 
-    def __init__(self, registry: Registry, name: str, fds: list[int], block: ControlBlock) -> None:
+    def __init__(self, registry: StoreRegistry, name: str, fds: list[int], block: ControlBlock) -> None:
         self.registry = registry
         self.name = name
         self.block = block
         self.gone = ""
-        """Why it can no longer be used; empty while it can."""
+        """Why the store can no longer be used; empty while it can."""
         self._fds = fds
         _open_stores.add(self)
 
     @classmethod
-    def create(cls, registry: Registry, name: str, clock: Clock) -> "Store":
+    def create(cls, registry: StoreRegistry, name: str, clock: ClockNs) -> "Store":
         """A new store with this process as its writer, after reclaiming what dead runs left."""
         with registry.locked():
             registry.reclaim(segments_of)
@@ -61,8 +61,8 @@ class Store:
                 raise
 
     @classmethod
-    def take_over(cls, registry: Registry, name: str, clock: Clock) -> "Store":
-        """The store of a writer that died, with this process as its writer."""
+    def take_over(cls, registry: StoreRegistry, name: str, clock: ClockNs) -> "Store":
+        """Become the writer of a store whose writer died."""
         with registry.locked():
             cls._find(registry, name)
             writer = registry.open(registry.writer(name), create=True)
@@ -76,20 +76,20 @@ class Store:
                 raise
 
     @classmethod
-    def attach(cls, registry: Registry, name: str, clock: Clock) -> "Store":
+    def attach(cls, registry: StoreRegistry, name: str, clock: ClockNs) -> "Store":
         with registry.locked():
             cls._find(registry, name)
             return cls._join(registry, name, clock, [])
 
     @classmethod
-    def _find(cls, registry: Registry, name: str) -> None:
+    def _find(cls, registry: StoreRegistry, name: str) -> None:
         if not registry.control(name).exists():
             raise NoStoreError(
                 f"there is no weights store {name!r} in {registry.folder}: create it first, or check name and registry"
             )
 
     @classmethod
-    def _join(cls, registry: Registry, name: str, clock: Clock, fds: list[int]) -> "Store":
+    def _join(cls, registry: StoreRegistry, name: str, clock: ClockNs, fds: list[int]) -> "Store":
         """Map the control block and hold the store. Two descriptors, because a mapping keeps its own open: with one,
         the lock would outlive the closing of the file."""
         fd = registry.open(registry.control(name))
@@ -113,7 +113,7 @@ class Store:
         return cls(registry, name, [*fds, held], ControlBlock(words, clock))
 
     def detach(self, why: str, let_go: Callable[[int], None] = let_go) -> None:
-        """Let go. The store stays for others."""
+        """Leave the store, which stays for others."""
         if not self.gone:
             self.gone = why
             for fd in self._fds:
@@ -138,7 +138,7 @@ _open_stores: "weakref.WeakSet[Store]" = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
-    """A forked child has its parent's locks as long as the files are open: it would keep a dead parent alive."""
+    """A forked child keeps its parent's locks while the files are open: a dead parent would seem alive."""
     for store in list(_open_stores):
         store.detach("belongs to the process that forked this one: attach to it here", os.close)
 

@@ -1,10 +1,10 @@
-"""Tensors in a slot: where each lies, and how they get there.
+"""Tensors in a slot: where each is, and how they get there.
 
 A slot is laid out as a safetensors file, so its bytes can be saved and opened by any tool. Tied tensors are stored
 once; their other names are in the metadata. The metadata also holds the version and a checksum for every tensor, at
-places that do not move, so that a pull reads a few bytes of the header and not all of it.
+fixed places, so that a pull reads a few bytes of the header and not all of it.
 
-    layout = Layout.of(model.state_dict(), torch.bfloat16)
+    layout = SlotLayout.of(model.state_dict(), torch.bfloat16)
     views = layout.views(memory)                      # one tensor for each stored one, inside the slot
     digest, copied = store_tensor(views[0], tensor, None, scratch)
 """
@@ -41,12 +41,12 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 4096
-"""Of the first tensor in a slot: large copies from the beginning of a page are a quarter faster. Within, each is
-aligned to its own element."""
+"""Alignment of the first tensor in a slot: large copies from the beginning of a page are a quarter faster. The others
+are aligned to their own elements."""
 CHUNK = 1 << 20
 """Bytes copied before they are checksummed: small enough to be still in the cache."""
 SAMPLE = 512
-"""Bytes compared to guess whether a tensor changed; the guess decides about speed only."""
+"""Bytes compared to guess whether a tensor changed; the guess affects only the speed."""
 DIGEST = 16
 """Hexadecimal digits of a checksum."""
 
@@ -54,7 +54,7 @@ Cast = torch.dtype | Mapping[str, torch.dtype] | None
 """What floating-point tensors are stored as: one dtype for all, some by name, or as they are."""
 
 
-class Entry(NamedTuple):
+class StoredTensor(NamedTuple):
     """A stored tensor; ``start`` and ``stop`` are bytes from the beginning of the slot."""
 
     name: str
@@ -64,12 +64,14 @@ class Entry(NamedTuple):
     stop: int
 
 
-class Layout:
-    """Where every tensor lies. Fixed by the first push of a store."""
+class SlotLayout:
+    """Where every tensor is in a slot. Fixed by the first push of a store."""
 
     def __init__(self, places: dict[str, Any], ties: dict[str, str], start: int, tail: bytes) -> None:
         self.entries = [
-            Entry(name, DTYPES[place["dtype"]], tuple(place["shape"]), *(start + at for at in place["data_offsets"]))
+            StoredTensor(
+                name, DTYPES[place["dtype"]], tuple(place["shape"]), *(start + at for at in place["data_offsets"])
+            )
             for name, place in places.items()
         ]
         self.ties = ties
@@ -80,12 +82,12 @@ class Layout:
         self.index = {entry.name: number for number, entry in enumerate(self.entries)}
         self.index.update([(alias, self.index[name]) for alias, name in ties.items()])
         self.checksums = slice(8 + HEAD, 8 + HEAD + DIGEST * len(self.entries))
-        """Where in a slot they are, one after the other."""
+        """Where in a slot the checksums are, one after the other."""
         self.checksum_at = slice(8 + HEAD - AFTER_CHECKSUM - DIGEST, 8 + HEAD - AFTER_CHECKSUM)
         self._tail = tail
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], cast: Cast) -> "Layout":
+    def of(cls, tensors: Mapping[str, torch.Tensor], cast: Cast) -> "SlotLayout":
         if not tensors:
             raise WeightsError("there is nothing to push: pass the model's tensors by name")
         stored = {name: stored_dtype(name, tensor, cast) for name, tensor in tensors.items()}
@@ -102,8 +104,8 @@ class Layout:
         return cls(places, ties, 8 + HEAD + DIGEST * len(places) + len(tail), tail)
 
     @classmethod
-    def parse(cls, header: bytes) -> "Layout":
-        """From the bytes of a slot, up to its first tensor."""
+    def parse(cls, header: bytes) -> "SlotLayout":
+        """The layout from the bytes of a slot up to its first tensor."""
         table: dict[str, Any] = json.loads(header[8:])
         ties: dict[str, str] = json.loads(table.pop("__metadata__")["tied"])
         return cls(table, ties, len(header), header[8 + HEAD + DIGEST * len(table) :])
@@ -113,7 +115,7 @@ class Layout:
         return len(body).to_bytes(8, "little") + body
 
     def checksum(self, digests: list[str]) -> str:
-        """Of a whole version: equal if every stored tensor is, by name, whatever their order."""
+        """The checksum of a version: equal if all stored tensors are, by name, in any order."""
         lines = sorted(f"{entry.name}={digest}\n" for entry, digest in zip(self.entries, digests, strict=True))
         return xxhash.xxh3_64_hexdigest("".join(lines).encode())
 
@@ -125,7 +127,7 @@ class Layout:
         return [memory[entry.start : entry.stop].view(entry.dtype).view(entry.shape) for entry in self.entries]
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Whether these can be another version of what was stored first."""
+        """``WeightsError`` if these cannot be another version of what was stored first."""
         for name in tensors.keys() ^ self.index.keys():
             if name in tensors:
                 raise WeightsError(f"tensor {name!r} was not in the first push: start a new store for another model")
@@ -185,7 +187,7 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Names whose tensor appears under an earlier name already."""
+    """Names whose tensor already has an earlier name, and that name."""
     first: dict[tuple[Any, ...], str] = {}
     ties: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -200,19 +202,19 @@ def find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit by bit, because not every dtype can be compared and NaN is never equal."""
+    """Whether both are equal bit by bit: not every dtype can be compared, and NaN is never equal."""
     return one.dtype == other.dtype and torch.equal(
         one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
     )
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its bytes in memory are its elements in order: it can be copied without asking torch."""
+    """Whether its bytes in memory are its elements in order: then it can be copied without torch."""
     return tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg() and not tensor.is_complex()
 
 
 def raw(address: int, size: int) -> Any:
-    """The memory as something to slice, compare and hash."""
+    """The memory as an array to slice, compare and hash."""
     return (ctypes.c_char * size).from_address(address)
 
 
@@ -226,10 +228,10 @@ def digest_of(address: int, size: int) -> str:
 def store_tensor(
     view: torch.Tensor, tensor: torch.Tensor, known: str | None, scratch: torch.Tensor
 ) -> tuple[str, bool]:
-    """Bring the slot's ``view`` to the values of ``tensor``. Returns its checksum, and whether it was copied.
+    """Copy ``tensor`` into the slot's ``view`` if it differs. Returns its checksum, and whether it was copied.
 
-    ``known`` is the checksum of what the view holds. If a sample shows that it changed, copy and checksum go chunk by
-    chunk through the cache; if it seems the same, the checksum comes first and may spare the copy."""
+    ``known`` is the checksum of what the view holds. If a sample shows a change, copy and checksum go chunk by chunk
+    through the cache; if it seems the same, the checksum comes first and may save the copy."""
     size = view.nbytes
     if not size:
         return EMPTY, False
@@ -265,7 +267,7 @@ def _store_large(target: int, source: int, size: int, known: str | None) -> tupl
 
 
 def _store_cast(view: torch.Tensor, tensor: torch.Tensor, known: str | None, scratch: torch.Tensor) -> tuple[str, bool]:
-    """The same for a tensor that changes its dtype on the way, which torch does while copying."""
+    """The same for a tensor whose dtype changes, which torch does while copying."""
     sample = min(SAMPLE, view.numel())
     if known is not None and same(scratch[:sample].copy_(tensor[:sample]), view[:sample]):
         hasher = xxhash.xxh3_64()

@@ -4,7 +4,7 @@ When a version appears, every group that its step can no longer train is cancell
 prompt is drawn again. That keeps the bound, at the price of the tokens and of the long responses among them.
 """
 
-from staleflow.protocol.schedule import Group
+from staleflow.protocol.schedule import LiveGroup
 from staleflow.runtime.control import ControlPlane
 from staleflow.study.peers.quota import QuotaLedger
 
@@ -12,7 +12,7 @@ OVER_AGE = "over age"
 
 
 class DiscardLedger(QuotaLedger):
-    def pick(self) -> list[Group]:
+    def pick(self) -> list[LiveGroup]:
         return [group for group in super().pick() if group.deadline >= self.frontier]
 
     def over_age(self) -> list[str]:

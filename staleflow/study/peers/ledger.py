@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from staleflow.protocol.ledger import LedgerError
-from staleflow.protocol.schedule import Group
+from staleflow.protocol.schedule import LiveGroup
 from staleflow.types import Batch, LedgerCounts, StepView
 
 
@@ -27,12 +27,12 @@ class PeerLedger:
         self.max_staleness = max_staleness
         self.redundancy = redundancy
         self.version = 0
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, LiveGroup] = {}
         """All live groups."""
-        self.in_flight: dict[str, Group] = {}
-        self.complete: dict[str, Group] = {}
+        self.in_flight: dict[str, LiveGroup] = {}
+        self.complete: dict[str, LiveGroup] = {}
         """Complete groups, in the order of completion."""
-        self.leased: list[Group] = []
+        self.leased: list[LiveGroup] = []
         self.committed = 0
         self.released: dict[str, int] = {}
         self._order = 0
@@ -41,7 +41,7 @@ class PeerLedger:
         """Groups that may start now: by default as many as the steps up to the bound have places for."""
         return (self.version + self.max_staleness + 1) * self.batch_size - self.admitted
 
-    def pick(self) -> list[Group]:
+    def pick(self) -> list[LiveGroup]:
         """Groups the open step may train now: by default all complete ones, the oldest version first."""
         return sorted(self.complete.values(), key=lambda group: (group.deadline, group.order))
 
@@ -70,7 +70,7 @@ class PeerLedger:
         if self.room(version) <= 0:
             return False
         self._order += 1
-        self.groups[group] = self.in_flight[group] = Group(group, version + self.max_staleness, self._order)
+        self.groups[group] = self.in_flight[group] = LiveGroup(group, version + self.max_staleness, self._order)
         return True
 
     def lower(self, group: str, version: int) -> bool:

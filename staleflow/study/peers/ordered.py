@@ -13,7 +13,7 @@ is there, and is generated while that one is trained. Staleness is 1, whatever b
 
 from heapq import heappop, heappush
 
-from staleflow.protocol.schedule import Group
+from staleflow.protocol.schedule import LiveGroup
 from staleflow.study.peers.ledger import PeerLedger
 
 
@@ -23,7 +23,7 @@ class WindowLedger(PeerLedger):
         self.places: dict[str, int] = {}
         self._free: list[int] = []
 
-    def pick(self) -> list[Group]:
+    def pick(self) -> list[LiveGroup]:
         return [group for group in self.complete.values() if self._step(group.name) == self.frontier]
 
     def blocking(self) -> list[str]:

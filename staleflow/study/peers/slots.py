@@ -8,7 +8,7 @@ slot of its buffer is occupied. The bound is kept: no group is ever in a buffer 
 
 from collections import Counter
 
-from staleflow.protocol.schedule import Group
+from staleflow.protocol.schedule import LiveGroup
 from staleflow.study.peers.ledger import PeerLedger
 
 
@@ -28,7 +28,7 @@ class SlotLedger(PeerLedger):
         buffers = self._empty(version, version + self.max_staleness)
         return sum(self.batch_size - self._used[at] for at in buffers)
 
-    def pick(self) -> list[Group]:
+    def pick(self) -> list[LiveGroup]:
         return [group for group in self.complete.values() if self.buffer[group.name] == self.frontier]
 
     def blocking(self) -> list[str]:

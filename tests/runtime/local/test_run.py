@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from staleflow.config import Config, load
-from staleflow.config.costs import guessed, read_profile
+from staleflow.config.costs import costs_from_geometry, read_profile
 from staleflow.observe.metrics import read_metrics
 from staleflow.run.checkpoints import newest
 from staleflow.run.decisions import read_decisions
@@ -70,7 +70,7 @@ def run_once(
 ) -> tuple[dict[str, Any], RunDirectory]:
     checkpoint = newest(directory.checkpoints) if directory else None
     directory = directory or RunDirectory.create(config, "test")
-    run = LocalRun(config, directory, model, task_of(config, model), guessed(config), checkpoint, watch)
+    run = LocalRun(config, directory, model, task_of(config, model), costs_from_geometry(config), checkpoint, watch)
 
     async def main() -> dict[str, Any]:
         async with asyncio.timeout(300):

@@ -1,0 +1,170 @@
+"""Decoding with few sequences on a GPU: every cell with the kernel for few rows and without it, in the same run.
+
+    python bench/gpu/tail.py --output tail.json            # about 5 minutes on an H200; run again to resume
+    python bench/gpu/tail.py --smoke                       # the same on a CPU with a tiny model, seconds
+
+*Steady*: milliseconds of an ``engine.step()``, sampling and bookkeeping included, against the time to read weights and
+KV entries once at the speed of a plain device copy measured in the same run. *Skewed*: 512 requests with prompts of 256
+tokens and lognormal lengths (mean 493, longest 7,924), 256 running, wall seconds of a second run; graphs are recorded
+in a first. Every result is written to the file at once, and what is there already is not measured again.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from staleflow.rollout.builtin import EngineOptions, TorchEngine
+from staleflow.rollout.engine import Request, Sampling
+from staleflow.rollout.shapes import SHAPES, write
+
+WAYS = ("plain", "few")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    shapes: tuple[str, ...] = ("qwen-1.5b", "qwen-0.5b")
+    running: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    contexts: tuple[int, ...] = (512, 4096)
+    full: tuple[tuple[str, int, int], ...] = (("qwen-1.5b", 256, 2048), ("qwen-0.5b", 512, 2048))
+    warm: int = 20
+    steps: int = 100
+    requests: int = 512
+    prompt: int = 256
+    mean: int = 512
+    longest: int = 8192
+    most: int = 256
+
+
+SMOKE = Sizes("cpu", "float32", ("tiny",), (1, 2), (32,), (("tiny", 4, 32),), 1, 3, 6, 8, 6, 16, 4)
+
+
+class Results:
+    """A file of results by name; what is in it is not measured again."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.is_file() else {}
+
+    def measure(self, name: str, call: Callable[[], Any]) -> Any:
+        if name not in self.found:
+            self.found[name] = call()
+            print(f"{name}: {json.dumps(self.found[name])}", flush=True)
+            if self._path is not None:
+                self._path.write_text(json.dumps(self.found, indent=1))
+        return self.found[name]
+
+
+def engine_of(sizes: Sizes, shape: str, running: int, tokens: int, way: str) -> TorchEngine:
+    with tempfile.TemporaryDirectory() as folder:
+        write(shape, folder)
+        options = EngineOptions(
+            kv_tokens=tokens,
+            max_running=running,
+            prefill_tokens=2048,
+            dtype=sizes.dtype,  # type: ignore[reportArgumentType]
+            device=sizes.device,
+            weights="random",
+        )
+        engine = TorchEngine(folder, options)
+    if way == "plain" and engine._graphs is not None:
+        engine._graphs._few = None
+    return engine
+
+
+def bandwidth(sizes: Sizes) -> float:
+    """Bytes read and written in a second by a plain copy on the device."""
+    source = torch.empty((4 << 30) if sizes.device == "cuda" else 1 << 20, dtype=torch.uint8, device=sizes.device)
+    target = torch.empty_like(source)
+    times: list[float] = []
+    for _ in range(7):
+        times.append(seconds(lambda: target.copy_(source), sizes))
+    return 2 * source.numel() / min(times)
+
+
+def seconds(call: Callable[[], object], sizes: Sizes) -> float:
+    wait = torch.cuda.synchronize if sizes.device == "cuda" else lambda: None
+    wait()
+    began = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - began
+
+
+def steady(sizes: Sizes, shape: str, running: int, context: int, way: str, speed: float) -> dict[str, float]:
+    engine = engine_of(sizes, shape, running, running * (context + 256), way)
+    sampling = Sampling(max_tokens=10**6)
+    engine.submit([Request(f"t{at}", 1, [1] * context, sampling=sampling) for at in range(running)])
+    engine.scheduler.assume_computed()
+    for _ in range(sizes.warm):
+        engine.step()
+    took = seconds(lambda: [engine.step() for _ in range(sizes.steps)], sizes) / sizes.steps
+    weights = sum({view.data_ptr(): view.nbytes for view in engine.model.parameters.values()}.values())
+    entry = sum(layer[:, 0].nbytes for layer in engine.attention.entries)
+    least = (weights + running * (context + sizes.warm + sizes.steps / 2) * entry) / speed
+    engine.close()
+    return {"ms": 1e3 * took, "roofline_ms": 1e3 * least, "of_roofline": least / took}
+
+
+def skewed(sizes: Sizes, way: str) -> dict[str, float]:
+    sigma = math.sqrt(math.log(1 + 1.5**2))
+    drawn = np.random.default_rng(0).lognormal(math.log(sizes.mean) - sigma**2 / 2, sigma, sizes.requests)
+    lengths = np.clip(np.rint(drawn), 1, sizes.longest).astype(int).tolist()
+    shape = sizes.shapes[0]
+    vocabulary = SHAPES[shape]["vocab_size"]
+    prompts = np.random.default_rng(1).integers(0, vocabulary, (sizes.requests, sizes.prompt)).tolist()
+    engine = engine_of(sizes, shape, sizes.most, sizes.requests * (sizes.prompt + 2 * sizes.mean), way)
+    steps = few = 0
+
+    def run(name: str) -> None:
+        nonlocal steps, few
+        steps = few = 0
+        engine.pool.forget()
+        pairs = zip(prompts, lengths, strict=True)
+        engine.submit(
+            [Request(f"{name}{at}", 1, p, sampling=Sampling(max_tokens=n)) for at, (p, n) in enumerate(pairs)]
+        )
+        while engine.busy:
+            output = engine.step()
+            steps += 1
+            few += output.made <= 32
+
+    first, second = (seconds(lambda name=name: run(name), sizes) for name in ("a", "b"))
+    engine.close()
+    return {"seconds": second, "first_seconds": first, "steps": steps, "steps_with_at_most_32": few}
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, help="file of results, read to resume")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
+    given = parser.parse_args(arguments)
+    sizes = SMOKE if given.smoke else Sizes()
+    results = Results(given.output)
+    device = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
+    results.measure("run", lambda: {"date": time.strftime("%Y-%m-%d"), "device": device, "torch": torch.__version__})
+    speed = results.measure("copy_gb_per_s", lambda: bandwidth(sizes) / 1e9) * 1e9
+    cells = [(shape, n, context) for shape in sizes.shapes for n in sizes.running for context in sizes.contexts]
+    for shape, n, context in (*cells, *sizes.full):
+        for way in WAYS:
+            results.measure(
+                f"{shape} {n} x {context} {way}",
+                lambda cell=(shape, n, context, way): steady(sizes, *cell, speed),
+            )
+    for way in WAYS:
+        results.measure(f"skewed {way}", lambda way=way: skewed(sizes, way))
+    return results.found
+
+
+if __name__ == "__main__":
+    main()
