@@ -297,7 +297,7 @@ def loses(section: Any) -> list[str]:
 
 
 def killed(section: Any) -> list[str]:
-    text = f"Tokens that were made again: {section['made_again']:,.0f} in a run on average.\n"
+    text = f"Tokens that were made again: {section['made_again']:,.0f} on average over the runs.\n"
     setting = "paper-14b, correlated lengths, bound 2.\n"
     return ["## One instance killed\n", setting, variations(section["rows"], "what happens"), text]
 
