@@ -63,7 +63,7 @@ FOR_EVER = 10**9
 
 @dataclass(slots=True)
 class Playing:
-    """A request: it began at a time and gets a token every so often."""
+    """A request in progress: when it began, and how fast its tokens come."""
 
     request: Request
     response: list[int]
@@ -81,7 +81,7 @@ class Playing:
 
 
 class Player:
-    """An engine that knows the answers. It needs no time for a step, and sleeps for a while instead."""
+    """An engine that knows the answers. Its steps cost nothing: it sleeps instead."""
 
     def __init__(self, token_s: float, config: Config) -> None:
         self.version = -1
@@ -189,7 +189,7 @@ class Peer:
 
 
 class Clock:
-    """CPU seconds of the main thread by part; what a part calls that is a part itself counts there."""
+    """CPU seconds of the main thread by part; a part called by another counts only once, as itself."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

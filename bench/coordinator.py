@@ -4,7 +4,7 @@
     python bench/coordinator.py --json     # the same as JSON
 
 A cell is a fleet in the middle of a run: most trajectories run, the share ``--queued`` waits in the server, a quarter
-of them started and interrupted, the others fresh. In a *full* fleet nothing has a place and all is looked at in vain;
+of them begun and interrupted, the others fresh. In a *full* fleet there is room for nothing and every look is in vain;
 in an *open* one each instance has lost a few trajectories and takes others. Figures are medians of repeats, in
 processor time.
 """

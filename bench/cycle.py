@@ -1,4 +1,4 @@
-"""How long a whole cycle of the coordinator takes in a simulated run: draw, look, decide, place and send.
+"""How long a whole cycle of the coordinator takes in a simulated run: draw prompts, observe, decide, place and send.
 
     python bench/cycle.py [--json] [--instances 1024] [--groups 2730]
 

@@ -88,7 +88,7 @@ class Work(NamedTuple):
 
 
 def lengths(mix: str, mean: int) -> list[int]:
-    """The middle of each of 64 equal slices of the distribution, in random order: no luck of the draw in the tail."""
+    """The middle of each of 64 equal slices of the distribution, in random order: the tail is not left to chance."""
     if mix == "equal":
         return [mean] * REQUESTS
     sigma = torch.tensor(1 + CV**2).log().sqrt().item()
@@ -112,7 +112,7 @@ def submit(engine: TorchEngine, todo: Work) -> None:
 
 
 def run_ours(engine: TorchEngine, todo: Work) -> float:
-    """Tokens per second. The pages of an earlier repeat are forgotten: its prefixes would be known."""
+    """Tokens per second. Pages of earlier repeats are dropped, because their prefixes would be reused."""
     engine.pool.forget()
     started = time.perf_counter()
     submit(engine, todo)

@@ -3,7 +3,7 @@
     python bench/engine_cuda.py            # tables
     python bench/engine_cuda.py --json     # the same as JSON
 
-*Steady decoding*: so many sequences with 2,048 tokens of context decode through ``engine.step()``, sampling and
+*Steady decoding*: sequences with 2,048 tokens of context decode through ``engine.step()``, sampling and
 bookkeeping included. The roofline is the time to read all weights and all KV entries once, at the bandwidth of a plain
 device copy measured in the same run (bytes read and written). *Pull*: how long new weights in shared memory keep a
 busy engine from decoding, against one copy of as many bytes from pinned memory. *Fit*: the cost model, as
@@ -161,7 +161,7 @@ def pull(shape: str, running: int) -> dict[str, Any]:
 
 
 def fill_again(engine: TorchEngine) -> None:
-    """Recomputing the entries is not what is measured."""
+    """Recompute the KV entries, outside of what is measured."""
     engine.scheduler.assume_computed()
 
 

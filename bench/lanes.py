@@ -1,9 +1,9 @@
 """Would it help to keep long trajectories apart? Computed for a fleet in balance, with no randomness and free pulls.
 
-All instances alike are one lane. With two, a trajectory starts in the first and changes to the second once it has so
-many tokens. By Little's law a lane holds what arrives in a second times how long it stays, which gives its step time;
-the two add up to how long the longest trajectory takes, and by the law to the time of a step. The best split of the
-GPUs, share of the second lane and threshold are searched for::
+If all instances are alike they are one lane. With two lanes, a trajectory starts in the first and moves to the second
+at a threshold of tokens. By Little's law a lane holds what arrives in a second times how long it stays, which gives its
+step time; the two add up to how long the longest trajectory takes, and by the law to the time of a step. The best split
+of the GPUs, share of the second lane and threshold are searched for::
 
     lanes(setting, work_of(setting), 2)       # tokens per second
 """
@@ -18,7 +18,7 @@ THRESHOLDS = (1_000, 2_000, 4_000, 6_000, 8_000, 10_000, 13_000)
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5)
 NEVER = 10**9
 ROUNDS = 40
-"""To find a lane's step time, and the time of a step."""
+"""Iterations to find a lane's step time, and the time of a step."""
 
 
 def lanes(setting: Setting, work: BatchWork, count: int) -> float:
@@ -42,7 +42,7 @@ def lanes(setting: Setting, work: BatchWork, count: int) -> float:
 
 
 def _part(spread: Sequence[tuple[float, float]], low: int, high: int) -> tuple[float, float, float]:
-    """Of a trajectory, in the mean: tokens made between two lengths, context tokens times tokens, and entries."""
+    """Per trajectory, on average: tokens made between two lengths, context tokens times tokens, and entries."""
     tokens = context = entries = 0.0
     for share, length in spread:
         end = min(length, high)

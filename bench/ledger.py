@@ -28,7 +28,7 @@ FLAT = 2.0
 LIVE = (100, 1_000, 10_000, 100_000, 1_000_000)
 STALENESS = (1, 4, 16, 64)
 OPERATIONS = 200_000
-"""At least so many for each repeat."""
+"""The least number of operations in a repeat."""
 
 
 class Driver:

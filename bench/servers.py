@@ -65,7 +65,7 @@ def new_server(journal: Journal, length: int) -> TrajectoryServer:
 
 
 class Driver:
-    """Brings trajectories of one length through their lives. Content is made before, not on the clock."""
+    """Takes trajectories of one length from admission to commit. Their content is made beforehand, off the clock."""
 
     def __init__(self, journal: Journal, length: int) -> None:
         random = np.random.default_rng(1)
@@ -107,7 +107,7 @@ def lifecycle(folder: Path, length: int, rounds: int, seconds: float) -> dict[st
     cpu: list[float] = []
     for turn in range(rounds):
         for kind in speeds:
-            path = folder / f"life{turn}" / "journal.db"
+            path = folder / f"turn{turn}" / "journal.db"
             journal = DurableJournal(path) if kind == "disk" else MemoryJournal(keep=False)
             driver = Driver(journal, length)
             if isinstance(journal, DurableJournal):
@@ -156,7 +156,7 @@ def _disk_use(journal: DurableJournal, trajectories: int) -> dict[str, float]:
 
 
 def memory(length: int, trajectories: int) -> dict[str, Any]:
-    """What live trajectories cost, whole in memory."""
+    """Memory that live trajectories take."""
     gc.collect()
     tracemalloc.start()
     driver = Driver(MemoryJournal(keep=False), length)
@@ -186,7 +186,7 @@ def memory(length: int, trajectories: int) -> dict[str, Any]:
 
 
 def recovery(folder: Path, events: int, snapshots: bool) -> dict[str, Any]:
-    """Write so many events of short trajectories, and time how a new owner comes up."""
+    """Write this many events of short trajectories, and time the start of a new owner."""
     path = folder / f"recovery{events}{snapshots}" / "journal.db"
     journal = DurableJournal(path, snapshot_events=SNAPSHOT_EVENTS if snapshots else 10**12)
     driver = Driver(journal, 16)

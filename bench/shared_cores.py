@@ -1,15 +1,15 @@
-"""Processes that share too few cores: how fast each works follows from who else does.
+"""Processes that share too few cores: how fast each works depends on which others do.
 
-On a laptop two instances and a trainer have two cores. Where costs are seconds on a core of one's own, a process that
-gets a share of one takes as many times longer. ``Sharing`` says what the shares are, ``SharedCluster`` simulates with
-them: whenever somebody begins or ends to work, all speeds change. ::
+On a laptop two instances and a trainer have two cores. Costs are seconds on a core of one's own; a process with a
+share of a core takes longer in proportion. ``Sharing`` holds the shares, ``SharedCluster`` simulates with them:
+whenever a process starts or stops working, all speeds change. ::
 
     run = read_run("runs/7")
     setting, trains = alone(run), teaches(run)
     sharing = calibrated(Shares.of(run), setting, cores=2, trains=trains)
     cluster = SharedCluster(setting, seed=1, sharing=sharing, trains=trains)
     cluster.run()
-    cluster.marks           # after each step: what there was until then
+    cluster.marks           # totals after each step
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Shares(NamedTuple):
 
 
 def alone(run: MeasuredRun, words: Sequence[str] = ()) -> Setting:
-    """The run to be simulated, with what is computed at the cost of a core of its own: its CPU seconds."""
+    """The run to be simulated, with costs as on a core of its own: CPU seconds."""
     setting, shares = run.setting(words), Shares.of(run)
     per_token_s = run.training.per_taught_token_s or run.training.per_token_s
     return replace(
@@ -67,7 +67,7 @@ def alone(run: MeasuredRun, words: Sequence[str] = ()) -> Setting:
 
 
 def teaches(run: MeasuredRun) -> Callable[[int], bool]:
-    """Whether the group of a prompt, which come round again and again, costs training."""
+    """Whether training on the group of a prompt costs anything; prompts repeat."""
     if not run.training.per_taught_token_s:
         return lambda _: True
     return lambda prompt: run.signal[run.order[prompt % len(run.order)]]
@@ -83,7 +83,7 @@ class Overlap(NamedTuple):
 
     @classmethod
     def guessed(cls, shares: Shares, cores: int, instances: int) -> Overlap:
-        """As if they worked independently of each other."""
+        """The overlap if the processes worked independently of each other."""
         if instances < cores:
             return cls(0.0, 0.0)
         others = shares.instance_busy ** (cores - 1)
@@ -92,7 +92,7 @@ class Overlap(NamedTuple):
 
 ROUNDS = 3
 LEAST = 0.05
-"""Nobody gets less of a core, whatever a noisy run measured."""
+"""The least share of a core of any process, whatever a noisy run measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +101,13 @@ class Sharing:
 
     cores: int
     alone: float
-    """Of a core, for a process that shares it with none of the others; the rest of the machine takes what is left."""
+    """Share of a core for a process that has it to itself; the rest of the machine takes what is left."""
     trainer: float
-    """Of a core, for the trainer while instances run on all of them; these share the rest evenly."""
+    """Share of a core for the trainer while instances run on all of them; these share the rest evenly."""
 
     @classmethod
     def measured(cls, shares: Shares, cores: int, overlap: Overlap) -> Sharing:
-        """What one run measured, solved for the two shares, with ``o`` how often its processes met::
+        """What one run measured, solved for the two shares, with ``o`` its overlap::
 
         trainer_cpu  = alone - o.trainer * (alone - trainer)
         instance_cpu = alone - o.instance * trainer / cores
@@ -122,7 +122,7 @@ class Sharing:
         return cls(cores, alone, min(most, max(LEAST, trainer)))
 
     def speeds(self, running: int, training: bool) -> tuple[float, float]:
-        """Of each of so many instances that run, and of the trainer."""
+        """Speed of each running instance, and of the trainer."""
         if running < self.cores or not training:
             return self.alone * min(1.0, self.cores / max(1, running)), self.alone
         return (self.cores * self.alone - self.trainer) / running, self.trainer
@@ -177,7 +177,7 @@ class SharedTrainer(SimTrainer):
         self.changed()
 
     def _settle(self) -> None:
-        """What has been done since the last change."""
+        """Account for the work done since the last change."""
         now = self._loop.now
         if self._work:
             left, step = self._work[0]
@@ -196,14 +196,14 @@ class SharedTrainer(SimTrainer):
         _, step = self._work.popleft()
         self._arm()
         if step is not None:
-            self._push(self._life, step)
+            self._push(self._resets, step)
         elif not self._work:
             self._dry = (self._loop.now, self._reason())
         self.changed()
 
 
 class SharedRollout(SimRollout):
-    """Says when it begins and ends to run."""
+    """Calls ``changed`` whenever it starts or stops running."""
 
     changed: Callable[[], None] = staticmethod(lambda: None)
     running = False
@@ -224,7 +224,7 @@ class SharedRollout(SimRollout):
 
 
 class Mark(NamedTuple):
-    """When a step is committed."""
+    """Totals at the commit of a step."""
 
     time: float
     tokens: int
@@ -239,7 +239,7 @@ class SharedCluster(Cluster):
     rollout_kind = SharedRollout
 
     def __init__(self, setting: Setting, seed: int, sharing: Sharing, trains: Callable[[int], bool]) -> None:
-        """``trains``: whether a prompt's group takes the trainer any time."""
+        """``trains``: whether training on a prompt's group takes any time."""
         self._sharing = sharing
         self._trains = trains
         self._state: tuple[Any, ...] = ()
@@ -262,7 +262,7 @@ class SharedCluster(Cluster):
         return rollout
 
     def _share(self) -> None:
-        """Somebody began or ended to work."""
+        """A process started or stopped working: set all speeds."""
         assert isinstance(self.trainer, SharedTrainer)
         running = [rollout for rollout in self.rollouts if isinstance(rollout, SharedRollout) and rollout.running]
         state = (self.trainer.busy, *(rollout.name for rollout in running))
@@ -278,7 +278,7 @@ class SharedCluster(Cluster):
             rollout.slow_down(instance)
 
     def overlap(self) -> Overlap:
-        """How it was in this run."""
+        """The overlap in this run."""
         training = sum(seconds for (_, busy), seconds in self._times.items() if busy)
         running = sum(count * seconds for (count, _), seconds in self._times.items())
         cores = self._sharing.cores
@@ -295,8 +295,7 @@ class SharedCluster(Cluster):
 
 
 def calibrated(shares: Shares, setting: Setting, cores: int, trains: Callable[[int], bool], seed: int = 0) -> Sharing:
-    """The shares with which the run that measured these is simulated as it was; how often processes met is taken from
-    the simulation itself."""
+    """The shares under which simulating the measured run reproduces it, with the overlap of the simulation itself."""
     sharing = Sharing.measured(shares, cores, Overlap.guessed(shares, cores, setting.instances))
     for _ in range(ROUNDS):
         cluster = SharedCluster(setting, seed, sharing, trains)

@@ -2,7 +2,7 @@
 
     python bench/simulation.py --cache runs.jsonl                         # everything, on all cores: hours on two
     python bench/simulation.py --cache runs.jsonl --section ablation      # one section
-    python bench/simulation.py --cache runs.jsonl --seconds 240           # stop after a while; go on later
+    python bench/simulation.py --cache runs.jsonl --seconds 240           # stop after a while; continue later
     python bench/simulation.py --cache runs.jsonl --jobs 4                # on four cores
     python bench/simulation.py --quick                                    # small settings, minutes
     python bench/simulation.py --cache runs.jsonl --write                 # the document, from what is there
@@ -32,7 +32,7 @@ from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.lengths import Constant, Lognormal, PowerLaw
 from staleflow.simulate.setting import R1, Setting, with_split, with_strategies
 from staleflow.simulate.workload import Sampled
-from staleflow.study.compare import TUNING_SEED, Row, key, measured
+from staleflow.study.compare import TUNING_SEED, Row, key, run_row
 from staleflow.study.law import balance, ceiling, even_ceiling, work_of
 from staleflow.study.parallel import Run, Runner, Unit
 from staleflow.study.peers import (
@@ -51,7 +51,7 @@ MAIN = "staleflow,synchronous,one_step,window_wait,discard,psrl_default,staleflo
 """The peers that keep the bound, and ours with and without streaming."""
 ALL = "all,staleflow+batch,window_wait+stream"
 FEW = "staleflow,synchronous,window_wait,psrl_default,staleflow+batch"
-"""Where others were never the best in like settings, and take long."""
+"""Where the others were never the best in similar settings, and take long."""
 PAPER = ("paper-14b", "paper-32b", "paper-30b-a3b")
 CELLS = {(name, variant): MAIN for variant in R1 for name in PAPER} | {
     ("paper-14b", "correlated"): ALL,
@@ -204,7 +204,7 @@ def _starved(setting: Setting) -> Setting:
 
 
 def loses(lab: Lab) -> Any:
-    """Equally long replies on four GPUs, of which an instance needs two: what is split cannot be shared."""
+    """Equally long responses on four GPUs, of which an instance needs two: what is split cannot be shared."""
     base = lab.scale.setting("paper-32b")
     short = replace(base.workload, source=Sampled(Constant(1_000)))
     setting = replace(base, name="4 GPUs, constant lengths", workload=short, instances=1, training_gpus=2, groups=16)
@@ -242,7 +242,7 @@ def _with_a_death(setting: Setting, seed: int) -> Row:
     half = quiet.loop.time() / 2
     cluster.on_start.append(lambda: cluster.loop.call_later(half, cluster.rollouts[0].crash) and None)
     cluster.run()
-    return measured(cluster, time.perf_counter() - began)
+    return run_row(cluster, time.perf_counter() - began)
 
 
 def defaults(lab: Lab) -> Any:
@@ -287,7 +287,7 @@ def simulate(lab: Lab, sections: Sequence[str]) -> dict[str, Any]:
         try:
             results[name] = SECTIONS[name](lab)
         except OutOfTimeError:
-            print(f"{name} is not done: run it again with the same --cache to go on", file=sys.stderr)
+            print(f"{name} is not done: run it again with the same --cache to continue", file=sys.stderr)
             break
     return results
 
@@ -311,7 +311,7 @@ def main() -> int:
         with Runner(runs, options.jobs, tell) as runner:
             results = simulate(Lab(scale, runner), options.section or [*SECTIONS])
     except KeyboardInterrupt:
-        print("interrupted: run it again with the same --cache to go on", file=sys.stderr)
+        print("interrupted: run it again with the same --cache to continue", file=sys.stderr)
         return 130
     if options.json:
         print(json.dumps(results, allow_nan=False))

@@ -10,13 +10,14 @@ from statistics import fmean
 from typing import NamedTuple
 
 from staleflow.simulate.setting import Setting, preset
-from staleflow.study.compare import Comparison, Row, first_counted, half_width, ratio, run_of, speed
+from staleflow.study.compare import Comparison, Row, first_counted, half_width, ratio, run_of
 from staleflow.study.parallel import Run, Runner, T, Unit
 from staleflow.study.peers import STALEFLOW, Policy, chosen
+from staleflow.study.result import speed
 
 
 class OutOfTimeError(Exception):
-    """The time that was given is over; what has been simulated is in the cache."""
+    """The time limit is reached; what has been simulated is in the cache."""
 
 
 class Runs(dict[str, Row]):
@@ -44,12 +45,12 @@ class Scale:
     cells: Mapping[tuple[str, str], str]
     bounds: tuple[int, ...]
     seeds: int
-    """Of the comparison."""
+    """Seeds of the comparison."""
     fewer_seeds: int
-    """Of all else."""
+    """Seeds of everything else."""
     steps: int
     groups: int | None = None
-    """A smaller batch, on as many times fewer GPUs."""
+    """A smaller batch, on fewer GPUs in proportion."""
 
     def setting(self, name: str, variant: str = "correlated") -> Setting:
         setting = preset(name, f"lengths={variant}", f"steps={self.steps}")
@@ -90,7 +91,7 @@ class Lab:
         return Comparison(setting, chosen(policies), bounds, seeds, tune=tune, runs=self.runner.runs)
 
     def rows(self, comparisons: Sequence[Comparison]) -> list[list[Row]]:
-        """Of each; all of their runs are simulated together."""
+        """The rows of each comparison; all of their runs are simulated together."""
         self.finish([unit for each in comparisons for unit in each.units()])
         return [each.rows() for each in comparisons]
 
@@ -112,7 +113,8 @@ class Lab:
 
     def line(self, case: Case, runs: Sequence[Run]) -> Row:
         found = [self.runner.runs[run.name] for run in runs]
-        speeds = [speed(run, first_counted(case.setting.steps, case.setting.staleness)) for run in found]
+        first = first_counted(case.setting.steps, case.setting.staleness)
+        speeds = [speed(run["commits"], first) for run in found]
         return {
             "name": case.name,
             "speeds": speeds,
@@ -128,7 +130,7 @@ class Lab:
 
 
 def teller(until: float) -> Callable[[str], None]:
-    """Says what starts, as long as there is time for it."""
+    """Shows what starts, as long as there is time for it."""
 
     def tell(what: str) -> None:
         if time.monotonic() > until:

@@ -47,7 +47,7 @@ def speed(row: Row) -> str:
 
 
 def price(row: Row) -> list[str]:
-    """What stands beside every figure."""
+    """Columns that stand beside every speed."""
     return [
         f"{row['violations']}",
         f"{row['mean_staleness']:.2f}",

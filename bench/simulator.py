@@ -7,7 +7,7 @@
 Each cell is a run of the preset with another fleet and batch, in a process of its own, so that its peak memory is its
 own too. The *grid* has one group of 16 for each instance and as many training GPUs as instances: everything grows with
 the fleet, and its growth is fitted. The *sized* cells have the batch of the preset, or the largest that is aimed at.
-Seconds per step are those of the whole run, start and all, over its steps; targets are for these. Other work on the
+Seconds per step are those of the whole run with its start, over its steps; targets are for these. Other work on the
 machine makes them longer, so there is the processor time too. ``steady`` is processor time without the start, between
 the commit of step ``staleness`` and the last one, and the growth is fitted to it. Groups in flight are those that the
 bound allows.
@@ -31,7 +31,7 @@ from staleflow.simulate.setting import preset
 MOST_BYTES = 1e9
 """Peak memory of any cell."""
 SLACK = 1.1
-"""How much dearer a trajectory may get from the smallest to the largest grid cell, over the logarithm: noise."""
+"""How much more a trajectory may cost in the largest grid cell than in the smallest, beyond n log n: noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Cell:
 
     @property
     def trajectories(self) -> int:
-        """Trained in each step."""
+        """Trajectories trained in each step."""
         return self.groups * self.group_size
 
 

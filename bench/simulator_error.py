@@ -39,13 +39,13 @@ from staleflow.simulate.setting import Setting  # noqa: E402
 from staleflow.study.measured import MeasuredRun, read_run  # noqa: E402
 
 CALIBRATION = 2
-"""The bound of the run that is calibrated with."""
+"""The bound of the calibration run."""
 TARGET = 10.0
-"""Percent."""
+"""The largest error that is aimed for, in percent."""
 QUIET = 0.85
-"""Of a core, for a process that shares it with no other of the run: with less, other work ran on the machine."""
+"""Share of a core for a process that has it to itself: with less, other work ran on the machine."""
 MOST_S = 600
-"""For one run."""
+"""Time limit of one run."""
 METRICS = {
     "tokens_per_s": "tokens/s",
     "step_s": "s/step",
@@ -118,7 +118,7 @@ def kinds_of(bounds: str, seeds: int, steps: int) -> list[Kind]:
 
 
 def made(kind: Kind, steps: int, runs: Path, settings: Sequence[str] = ()) -> Path:
-    """The directory of this run, which is made if it is not there."""
+    """The directory of this run; the run is made if there is none."""
     folder = runs.joinpath(*settings, f"bound-{kind.bound}-{kind.consume}-seed-{kind.seed}-steps-{steps}")
     latest = folder / "latest"
     if (latest / "summary.json").is_file() and len(read_metrics(latest / "metrics.jsonl")) == steps:
@@ -136,7 +136,7 @@ def made(kind: Kind, steps: int, runs: Path, settings: Sequence[str] = ()) -> Pa
 
 
 def left_out(bound: int, steps: int) -> int:
-    """Steps at the beginning that do not count: everything is empty then."""
+    """Steps at the beginning that do not count, because everything is empty then."""
     return max(bound + 1, steps // 4)
 
 
@@ -184,7 +184,7 @@ def results_of(run: MeasuredRun, first: Kind, folders: Mapping[Kind, Path], step
     rows: list[dict[str, Any]] = []
     for kind, folder in folders.items():
         seen = observed(folder, kind.bound, shared.instances)
-        told = predicted(run, shared, sharing, kind)
+        simulated = predicted(run, shared, sharing, kind)
         plain = predicted(run, fixed, Sharing(10**6, 1.0, 1.0), kind)
         rows.append(
             {
@@ -194,7 +194,7 @@ def results_of(run: MeasuredRun, first: Kind, folders: Mapping[Kind, Path], step
                 "seed": kind.seed,
                 "calibration": kind == first,
                 "cpu_shares": Shares.of(read_run(str(folder)))._asdict(),
-                "metrics": {key: compared(key, seen[key], told[key]) for key in METRICS},
+                "metrics": {key: compared(key, seen[key], simulated[key]) for key in METRICS},
                 "fixed_shares": {key: compared(key, seen[key], plain[key]) for key in METRICS},
             }
         )
@@ -215,7 +215,7 @@ def taught_only(run: MeasuredRun, setting: Setting) -> Setting:
 
 
 def facts(run: MeasuredRun, setting: Setting, sharing: Sharing) -> dict[str, Any]:
-    """What the calibration run was like."""
+    """Facts about the calibration run."""
     return {
         "alone": sharing.alone,
         "trainer_beside_instances": sharing.trainer,
@@ -227,10 +227,10 @@ def facts(run: MeasuredRun, setting: Setting, sharing: Sharing) -> dict[str, Any
     }
 
 
-def compared(metric: str, seen: float, told: float) -> Values:
+def compared(metric: str, seen: float, simulated: float) -> Values:
     whole = 1.0 if metric in SHARES else seen
-    error = 100 * (told - seen) / whole if whole else 100.0 * (told > 0)
-    return {"measured": seen, "predicted": told, "error": error}
+    error = 100 * (simulated - seen) / whole if whole else 100.0 * (simulated > 0)
+    return {"measured": seen, "predicted": simulated, "error": error}
 
 
 def worst(rows: Iterable[Mapping[str, Any]]) -> Values:
@@ -283,7 +283,7 @@ def _verdict(errors: Mapping[str, float]) -> str:
 
 
 def _noise(about: Mapping[str, Any]) -> str:
-    return "" if about["alone"] >= QUIET else ": **other work ran on the machine, so this is no measurement**"
+    return "" if about["alone"] >= QUIET else ": **other work ran on the machine, so this is not a measurement**"
 
 
 def _spread(rows: Sequence[Mapping[str, Any]], metric: str) -> str:
@@ -299,11 +299,11 @@ def _table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
 
 
 def _cell(metric: str, values: Mapping[str, float]) -> str:
-    seen, told, error = values["measured"], values["predicted"], values["error"]
+    seen, simulated, error = values["measured"], values["predicted"], values["error"]
     if metric in SHARES:
-        return f"{seen:.0%} -> {told:.0%} ({error:+.0f})"
+        return f"{seen:.0%} -> {simulated:.0%} ({error:+.0f})"
     form = ",.0f" if metric == "tokens_per_s" else ".2f"
-    return f"{seen:{form}} -> {told:{form}} ({error:+.1f} %)"
+    return f"{seen:{form}} -> {simulated:{form}} ({error:+.1f} %)"
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def whole_steps(shape: str, kind: str, micro: int, device: str, rows: int, mean:
 
 
 def breakdown(trainer: Trainer, groups: list[GroupRows], device: str) -> dict[str, Any]:
-    """Of the GPU time of one step, in shares of the step."""
+    """GPU time of one step by kind of kernel, as shares of the step."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -152,7 +152,7 @@ def breakdown(trainer: Trainer, groups: list[GroupRows], device: str) -> dict[st
 
 
 def passes(shape: str, device: str, counts: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
-    """Seconds of feeding so many groups at once, and of the update."""
+    """Seconds of feeding that many groups at once, and of the update."""
     trainer = Trainer(model_of(shape, device), TrainerOptions(2, learning_rate=1e-6, micro_tokens=16_384))
     found: list[dict[str, Any]] = []
     for count in counts:
@@ -175,7 +175,7 @@ def passes(shape: str, device: str, counts: tuple[int, ...], repeats: int) -> li
 
 
 def attempt(call: Any, *args: Any, **more: Any) -> Any:
-    """What one case found, or why it could not: the others are worth having."""
+    """The result of one case, or why it failed, so that the others still run."""
     try:
         return call(*args, **more)
     except Exception as error:  # out of memory, most likely

@@ -8,7 +8,7 @@
 Every run is ``staleflow train`` with the ``laptop`` preset, one after the other on an otherwise idle machine, and the
 settings that are compared take turns within each seed. Held-out accuracy (greedy) of every version is
 measured after the run has ended (``evaluation.when=after``), so that measuring does not slow down what is measured.
-Finished runs are kept in ``--results`` and not made again, so that an interrupted bench goes on.
+Finished runs are kept in ``--results`` and not made again, so that an interrupted bench can continue.
 
 *Time to 90 %* is the time at which the first version with at least 90 % was made. *The limit* is what total CPU work
 allows: with R and T the CPU seconds of rollout and training per step, a synchronous step takes at least R / 2 + T (two
@@ -41,9 +41,9 @@ T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8:
 """Student's t for a two-sided 95 % interval, by degrees of freedom."""
 GOAL = 0.9
 PROBLEMS = 384
-"""Held-out problems that each version is asked."""
+"""Held-out problems that each version is scored on."""
 MOST_S = 900
-"""For one run."""
+"""Time limit of one run."""
 
 
 class Setting(NamedTuple):
@@ -247,7 +247,7 @@ def _histogram(parts: Iterable[dict[str, int]]) -> dict[str, float]:
 
 
 def ratio_to(row: dict[str, Any], other: dict[str, Any]) -> list[float]:
-    """Of the times to 90 %, seed by seed."""
+    """Ratios of the times to 90 %, seed by seed."""
     pairs = zip(row["seconds_to_90"], other["seconds_to_90"], strict=True)
     return [mine / its for mine, its in pairs if mine is not None and its is not None]
 

@@ -3,7 +3,7 @@
     python bench/trl_baseline.py                      # a table; some minutes on two cores
     python bench/trl_baseline.py --steps 20 --json    # the same as JSON
 
-TRL is no dependency of the project. Give it an environment of its own and run this file with that Python::
+TRL is not a dependency of the project. Give it an environment of its own and run this file with that Python::
 
     python -m venv /tmp/trl-venv
     /tmp/trl-venv/bin/pip install -c constraints.txt -e '.[local]' trl==1.16.0
@@ -23,7 +23,7 @@ stands still while held-out problems are answered. CPU seconds are counted besid
 processes of one thread (DDP, the default) need some 15 % less than one process, and each pads to its own longest.
 Threads sleep while they wait (``OMP_WAIT_POLICY=passive``): beside other work, spinning cost several times the whole
 step. Continuous batching took five times as long, bfloat16 autocast a quarter more; ``torch.compile`` did not win back
-its compilation within 10 steps; a static cache and micro-batches of 32, 64 or 128 could not be told apart. Gradient
+its compilation within 10 steps; a static cache and micro-batches of 32, 64 or 128 made no difference. Gradient
 checkpointing, logs, saving and progress bars are off.
 
 **Time to the goal** is the first crossing with one seed: run several before reading much into it.
@@ -188,7 +188,7 @@ def first_process() -> bool:
 
 
 def summed(values: list[float]) -> list[float]:
-    """Over all processes; waits for them."""
+    """Sums over all processes; waits for them."""
     if processes() == 1:
         return values
     total = torch.tensor([*values, 0.0], dtype=torch.float64)
@@ -197,7 +197,7 @@ def summed(values: list[float]) -> list[float]:
 
 
 def start_processes(options: argparse.Namespace, arguments: list[str]) -> NoReturn:
-    """Becomes torchrun, which starts this file again so many times."""
+    """Become torchrun, which starts this file once for each process."""
     runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.processes}"]
     os.environ["OMP_NUM_THREADS"] = str(max(1, options.threads // options.processes))
     os.execv(sys.executable, [*runner, str(Path(__file__).resolve()), *arguments])
@@ -244,12 +244,12 @@ def train(trl: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def threads(options: argparse.Namespace) -> int:
-    """Of one process."""
+    """Threads of one process."""
     return max(1, options.threads // options.processes)
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What TRL is told. Whatever costs time and does not change the update is off."""
+    """Settings for TRL. Whatever costs time and does not change the update is off."""
     batch = options.prompts * options.responses
     return {
         "max_steps": options.steps,

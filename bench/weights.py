@@ -37,8 +37,8 @@ from staleflow.servers.weights import LocalParameterServer
 from staleflow.servers.weights.segments import attach_segment, create_segment, unlink_segment
 
 PULL_TARGET, PUSH_TARGET = 0.8, 0.5
-"""Of the speed of a plain copy, for models of at least ``COUNTED_MB``: below, the time is that of starting the copies,
-some tenths of a millisecond in all."""
+"""Shares of the speed of a plain copy, for models of at least ``COUNTED_MB``: below, starting the copies takes most of
+the time, some tenths of a millisecond."""
 COUNTED_MB = 64
 MODELS = {"4 MB": (4 << 20, 64), "256 MB": (256 << 20, 290), "1 GB": (1 << 30, 290)}
 """Bytes, and tensors."""

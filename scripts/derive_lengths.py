@@ -2,7 +2,7 @@
 
 python scripts/derive_lengths.py servegen_r1_output_tokens_pmf.csv.gz
 
-The histogram is a CSV with the columns value,probability. What the table promises is said in the README next to it.
+The histogram is a CSV with the columns value,probability. The README next to the table says what it promises.
 """
 
 import argparse

@@ -4,8 +4,8 @@
 
 The run is small and short of KV memory, so that trajectories move; weights change while they are generated. Of those
 that were trained, and not the last of their group to be scored, the one that ran on the most instances, under the most
-versions and for the longest is drawn. Events carry no time: the clock is looked at between two instants, and the number
-of events so far tells which are whose.
+versions and for the longest is drawn. Events carry no time: the clock is read between two instants, and the number of
+events so far says which belong to which instant.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Bar(NamedTuple):
 
 @dataclass(slots=True)
 class Life:
-    """What the journal says of one trajectory and of its group."""
+    """What the journal says about one trajectory and its group."""
 
     name: str
     bars: list[Bar] = field(default_factory=list[Bar])
@@ -247,8 +247,8 @@ def _legend(life: Life, y: float) -> list[str]:
         x += 34 + 6.6 * len(text)
     x, y = float(LEFT), y + 22
     parts.append(f'<path d="M{x + 6:.0f} {y + 12}l-5 -9h10z" fill="{MOVING}"/>')
-    parts.append(_text(x + 18, y + 10, "is told to come back"))
-    x += 36 + 6.6 * len("is told to come back")
+    parts.append(_text(x + 18, y + 10, "is interrupted"))
+    x += 36 + 6.6 * len("is interrupted")
     parts.append(f'<line x1="{x:.0f}" y1="{y}" x2="{x:.0f}" y2="{y + 12}" stroke="#222" stroke-width="1.5"/>')
     parts.append(_text(x + 8, y + 10, "another member of the group is scored"))
     return parts

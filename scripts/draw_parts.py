@@ -31,7 +31,7 @@ BOXES = (
     Box(670, 196, 170, "Staleness ledger", ("who may start,", "who may be trained"), CONTROL),
     Box(20, 394, 150, "Prompts", ("the data",), OUTSIDE),
     Box(210, 394, 190, "Rollout instances", ("decode, hold KV memory",), OUTSIDE),
-    Box(440, 394, 150, "Reward workers", ("score one reply",), OUTSIDE),
+    Box(440, 394, 150, "Reward workers", ("score one response",), OUTSIDE),
     Box(630, 394, 140, "Trainer", ("one update a step",), OUTSIDE),
     Box(810, 394, 170, "Parameter server", ("versions of weights",), OUTSIDE),
 )
@@ -45,7 +45,7 @@ ARROWS = (
     ("M95 394V340H400V266", (101, 360), "start", "prompts"),
     ("M280 394V320H420V266", (286, 382), "start", "tokens"),
     ("M448 262V366H340V390", (346, 382), "start", "commands"),
-    ("M500 262V390", (494, 340), "end", "replies"),
+    ("M500 262V390", (494, 340), "end", "responses"),
     ("M540 394V266", (546, 340), "start", "scores"),
     ("M576 262V320H680V390", (686, 340), "start", "groups of the open step"),
     ("M770 412H806", (788, 386), "middle", "push"),

@@ -1,6 +1,6 @@
 """The command line: ``staleflow COMMAND``.
 
-What cannot be done is said in one line, with exit code 2; so is why a run got stuck, with exit code 1.
+What cannot be done is refused in one line, with exit code 2; why a run got stuck is one line with exit code 1.
 """
 
 import argparse
@@ -12,12 +12,9 @@ from staleflow.commands import clean, compare, plan, profile, simulate, train
 from staleflow.commands.common import refuse
 from staleflow.errors import StaleFlowError
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells expect it."""
-
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong without repeating the usage: ``--help`` is there for that."""
+    """Prints what is wrong without repeating the usage, which ``--help`` shows."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"staleflow: error: {message}\n")
@@ -46,4 +43,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StaleFlowError as error:
         return refuse(error, error.exit_code)
     except KeyboardInterrupt:
-        return refuse("interrupted", INTERRUPTED)
+        return refuse("interrupted", train.INTERRUPTED)

@@ -86,7 +86,7 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
         return cls(start, np.asarray(tokens, TOKEN).tobytes(), np.asarray(logprobs, LOGPROB).tobytes())
 
     def after(self, known: int) -> Chunk:
-        """Without the tokens before ``known``."""
+        """The chunk without the tokens before ``known``."""
         skip = known - self.start
         if skip <= 0:
             return self
@@ -108,13 +108,13 @@ class Work(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TrajectoryNews(msgspec.Struct, array_like=True, frozen=True):
-    """What an instance says of one trajectory: the versions of all its tokens, and the tokens not yet told."""
+    """News of one trajectory from an instance: the versions of all its tokens, and the tokens not yet reported."""
 
     trajectory: str
     epoch: int
     spans: Spans
     chunk: Chunk | None = None
-    """None if there are none, or where engines are only modelled."""
+    """None without new tokens, or where engines are only modelled."""
 
 
 class Failed(NamedTuple):
@@ -161,14 +161,14 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
         return np.frombuffer(self.logprob_bytes, LOGPROB)
 
 
-# What the control plane says to an instance.
+# Commands of the control plane to an instance.
 
 
 class Fence(NamedTuple):
-    """Which command: from which term of the control plane, to which incarnation of the instance, its number from 1.
+    """Identity of a command: the control plane's term, the instance's incarnation, and its number, from 1.
 
     An instance applies the commands to its own incarnation in order and without gaps, and none of an earlier term once
-    it has heard of a later one.
+    it knows of a later one.
     """
 
     term: int
@@ -181,45 +181,45 @@ class Command(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Submit(Command, frozen=True):
-    """Generate these."""
+    """Generate these trajectories."""
 
     work: list[Work]
 
 
-class Interrupt(Command, frozen=True):
-    """Return these trajectories (name, epoch) at the next step boundary. Unknown ones are ignored."""
+class Return(Command, frozen=True):
+    """Interrupt these trajectories (name, epoch) at the next step boundary. Unknown ones are ignored."""
 
     names: list[tuple[str, int]]
 
 
-class Abort(Command, frozen=True):
-    """Drop these trajectories (name, epoch)."""
+class Drop(Command, frozen=True):
+    """Abort these trajectories (name, epoch); nothing more is reported of them."""
 
     names: list[tuple[str, int]]
 
 
-class Pull(Command, frozen=True):
+class PullWeights(Command, frozen=True):
     """Load ``version`` or a later one between two steps; every trajectory is kept."""
 
     version: int
 
 
-# What an instance says.
+# What an instance reports.
 
 
 class InstanceState(msgspec.Struct, array_like=True, frozen=True):
-    """An engine at a step boundary."""
+    """The state of an engine at a step boundary."""
 
     version: int
-    """Of its weights; -1 before the first pull."""
+    """Version of its weights; -1 before the first pull."""
     running: int = 0
     """Sequences that decode or are prefilled."""
     waiting: int = 0
-    """Sequences that it holds but has no memory or no place for."""
+    """Sequences it holds that wait for memory or for a place."""
     context: int = 0
-    """Tokens of those running, a shared prompt counted for each."""
+    """Tokens of the running sequences, a shared prompt counted for each."""
     kv_free: int = 0
-    """In tokens. Memory that only caches a prefix counts as free: it goes when it is needed."""
+    """Free KV memory, in tokens. Memory that only caches a prefix counts as free."""
     kv_total: int = 0
     max_running: int = 0
     kv_version: int = -1
@@ -233,10 +233,10 @@ class InstanceState(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Cell(msgspec.Struct, array_like=True, frozen=True):
-    """Alike steps of an engine, summed up."""
+    """Sums over similar steps of an engine."""
 
     mixed: bool
-    """Whether they prefilled as well."""
+    """Whether the steps prefilled as well."""
     count: int
     running: int
     context: int
@@ -246,30 +246,30 @@ class Cell(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Costs(msgspec.Struct, array_like=True, frozen=True):
-    """What an instance has measured since it last said so."""
+    """What an instance has measured since its last report."""
 
     cells: list[Cell] = []
     pulls: int = 0
     pull_s: float = 0.0
-    told: int = 0
-    """Finished trajectories that it told of."""
-    told_s: float = 0.0
-    """How long they had waited for that, in all."""
+    reported: int = 0
+    """Finished trajectories in the report."""
+    reported_s: float = 0.0
+    """Seconds that they had waited for it, in total."""
 
     @property
     def tokens(self) -> int:
-        """Generated."""
+        """Tokens generated."""
         return sum(cell.running for cell in self.cells)
 
     @property
     def busy_s(self) -> float:
-        """In which it decoded or prefilled."""
+        """Seconds of decoding and prefill."""
         return sum(cell.seconds for cell in self.cells)
 
 
 class Report(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """What an instance has to say: its state after the command ``applied``, trajectories that ended or came back,
-    tokens so far, a finished pull."""
+    """News from an instance: its state after the command ``applied``, trajectories that ended or came back, tokens so
+    far, a finished pull."""
 
     instance: str
     incarnation: int
@@ -284,7 +284,7 @@ class Report(msgspec.Struct, tag=True, array_like=True, frozen=True):
     costs: Costs = Costs()
 
 
-# What else the control plane and the processes of a run say to each other.
+# Other messages between the control plane and the processes of a run.
 
 Role = Literal["instance", "trainer", "evaluator"]
 
@@ -305,7 +305,7 @@ class Setup(msgspec.Struct, tag=True, array_like=True, frozen=True):
     threads: int
     nice: int
     checkpoint: str = ""
-    """What the trainer resumes from; empty: the model."""
+    """Folder that the trainer resumes from; empty: the model."""
     standby: bool = False
     """A trainer of this attempt of the run died: resume from what it published, if it had published anything."""
 
@@ -344,7 +344,7 @@ class Reset(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Save(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Write a checkpoint of the present version into this folder, and this beside it."""
+    """Write a checkpoint of the present version into this folder, and the files ``also`` beside it."""
 
     folder: str
     also: dict[str, bytes]
@@ -356,7 +356,7 @@ class Saved(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Trained(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """What a step was like: sent when its version can be pulled, right before ``Pushed``."""
+    """Facts about a step: sent when its version can be pulled, right before ``Pushed``."""
 
     step: int
     facts: dict[str, float]
@@ -375,7 +375,7 @@ class Pushed(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Evaluate(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Score the newest version on the held-out problems, now or when next told to do something now."""
+    """Score the newest version on the held-out problems, or keep it until the next message that says ``now``."""
 
     now: bool = True
 
@@ -383,13 +383,13 @@ class Evaluate(msgspec.Struct, tag=True, array_like=True, frozen=True):
 class Evaluated(msgspec.Struct, tag=True, array_like=True, frozen=True):
     version: int
     accuracy: float | None
-    """Over the responses that could be scored; None if none could."""
+    """Mean reward of the responses that could be scored; None if none could."""
     seconds: float
     failed: int
     """Responses that could not be scored."""
     why: str
-    """Of the last of these."""
+    """Message of the last of these failures."""
 
 
-ToProcess = Setup | Submit | Interrupt | Abort | Pull | Feed | Finish | Reset | Save | Evaluate | Stop
+ToProcess = Setup | Submit | Return | Drop | PullWeights | Feed | Finish | Reset | Save | Evaluate | Stop
 FromProcess = Ready | Report | Pushed | Trained | Saved | Evaluated | Broken

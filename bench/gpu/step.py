@@ -7,7 +7,7 @@
 One process has both ends: the trainer's worker with its stores in shared memory, and an engine in bfloat16 that decodes
 256 sequences, with nothing under way when the version comes. A step is 32 groups of 8 rows, prompts of 40 tokens and
 responses of 21; they come one by one, and the clock starts with the last. Spans of the trainer are *gradients* (what
-the GPU still has to do), *note* (what was fed, written down), *update*, *push*; then, of the engine, *pull* and *first
+the GPU still has to do), *note* (writing down what was fed), *update*, *push*; then, of the engine, *pull* and *first
 tokens* (until each sequence has one: all contexts are computed again); beside them runs *standby*, the copy for a
 successor, until it is done. What the control plane does in between (journal, decision) is not in it: a run's
 ``finish_s`` and ``cycle_s`` are.
@@ -57,7 +57,7 @@ class Timeline:
         self.spans[name] = (begin, time.perf_counter() - self.began)
 
     def around(self, thing: Any, method: str, name: str) -> None:
-        """Note each call of a method as a span."""
+        """Record each call of a method as a span."""
         inner: Callable[..., Any] = getattr(thing, method)
 
         def call(*args: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What commands have in common: one language of settings, pictures, processes, progress, and how they refuse.
+"""What commands have in common: how settings are given, pictures, processes, progress, and refusals.
 
 ``train``, ``simulate``, ``compare``, ``plan`` and ``profile`` take the same ``[CONFIG] [key=value ...]``. An option
-such as ``--staleness 1`` is a short way to write a setting. Whatever is wrong is a ``StaleFlowError`` of one line,
-raised before anything runs or is written; ``staleflow.cli`` prints it.
+such as ``--staleness 1`` is a short way to write a setting. Mistakes are a ``StaleFlowError`` of one line, raised
+before anything runs or is written; ``staleflow.cli`` prints it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ WIDTH = 132
 
 
 def refuse(error: object, code: int = 2) -> int:
-    """Say on one line what is wrong, whatever the values in it hold."""
+    """Print what is wrong on one line, whatever characters are in it."""
     print(f"staleflow: error: {one_line(error)}", file=sys.stderr)
     return code
 
@@ -73,11 +73,11 @@ def add_settings(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_simulated(parser: argparse.ArgumentParser, staleness: Callable[[str], Any] = int) -> None:
-    """What the commands that simulate take. ``staleness`` reads the value of its option."""
+    """Options of the commands that simulate. ``staleness`` parses the value of its option."""
     add_settings(parser, PAPER)
     parser.add_argument("--preset", metavar="NAME", help="the same as CONFIG")
     parser.add_argument("--instances", type=int, metavar="N", help="rollout instances")
-    parser.add_argument("--gpus", type=int, metavar="N", help="all GPUs; split as CONFIG does, unless told otherwise")
+    parser.add_argument("--gpus", type=int, metavar="N", help="all GPUs; split in CONFIG's proportion by default")
     parser.add_argument("--groups", type=int, metavar="N", help="groups for each step")
     parser.add_argument("--group-size", type=int, metavar="N", help="responses of a group")
     several = " (with commas: several)" if staleness is not int else ""
@@ -93,22 +93,22 @@ def add_simulated(parser: argparse.ArgumentParser, staleness: Callable[[str], An
 
 
 @dataclass(slots=True)
-class Asked:
-    """What a command line asks for."""
+class GivenSettings:
+    """The settings on a command line."""
 
     source: str | None
     """A preset or a file."""
     words: list[str]
-    """``key=value``, those of options included."""
+    """``key=value``, also for options that are short for a setting."""
     names: set[str]
-    """Of the settings among them, in full."""
+    """Full names of the settings in ``words``."""
 
     def config(self, default: str = LAPTOP) -> Config:
         return load(self.source, self.words, default)
 
 
-def asked(options: argparse.Namespace) -> Asked:
-    """Each thing once. What the settings themselves say is looked at by ``load``."""
+def given_settings(options: argparse.Namespace) -> GivenSettings:
+    """What was given, each setting once. Their values are checked by ``load``."""
     sources = [word for word in options.words if "=" not in word]
     sources += [options.preset] if getattr(options, "preset", None) is not None else []
     if len(sources) > 1:
@@ -127,19 +127,19 @@ def asked(options: argparse.Namespace) -> Asked:
             words.append(f"{name}={render_flow(value)}")
     if "cluster.trace" in names and (given := [name for name in LENGTHS if name in names]):
         raise ConfigError(f"{given[0]} has no meaning with a trace, whose lengths are recorded: leave one out")
-    return Asked(sources[0] if sources else None, words, names)
+    return GivenSettings(sources[0] if sources else None, words, names)
 
 
-def read_setting(options: argparse.Namespace, wanted: Asked) -> tuple[Config, Setting]:
-    """What is to be simulated."""
+def read_setting(options: argparse.Namespace, wanted: GivenSettings) -> tuple[Config, Setting]:
+    """The configuration, and the setting to simulate."""
     from staleflow.simulate.setting import setting_of
 
     config = wanted.config(PAPER)
     return config, fitted(options, wanted, setting_of(config, wanted.source or PAPER))
 
 
-def fitted(options: argparse.Namespace, wanted: Asked, setting: Setting) -> Setting:
-    """The setting on as many GPUs as were asked for. What cannot run is refused."""
+def fitted(options: argparse.Namespace, wanted: GivenSettings, setting: Setting) -> Setting:
+    """The setting on the requested number of GPUs. What cannot run is refused."""
     from staleflow.simulate.setting import with_gpus
 
     if options.gpus is not None:
@@ -162,8 +162,8 @@ def check_jobs(jobs: int) -> int:
 
 
 @contextmanager
-def stuck_is_told() -> Iterator[None]:
-    """A simulated run that cannot continue is an error of one line."""
+def refuse_stuck() -> Iterator[None]:
+    """Turn what ends a simulated run early into an error of one line."""
     from staleflow.runtime.control import StalledError
     from staleflow.simulate.clock import DeadlockError
     from staleflow.simulate.invariants import BrokenInvariantError
@@ -178,8 +178,8 @@ def stuck_is_told() -> Iterator[None]:
         raise StalledError("a process was ended from outside, perhaps for its memory: give fewer --jobs") from None
 
 
-def tell(what: str) -> None:
-    """On a terminal, what is being done, on a line that is written over."""
+def show_progress(what: str) -> None:
+    """On a terminal, show what is being done, on a line that the next call overwrites."""
     if sys.stderr.isatty():
         print(f"\r\033[K{what}", end="\r", file=sys.stderr, flush=True)
 

@@ -1,6 +1,6 @@
 """``staleflow compare``: several policies on one workload, paired, as tables, as JSON or as a picture.
 
-What cannot be compared is said in one line, with exit code 2, before anything runs or is written.
+What cannot be compared is refused in one line, with exit code 2, before anything runs or is written.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from staleflow.commands.common import (
     Subparsers,
     add_jobs,
     add_simulated,
-    asked,
     check_jobs,
     check_picture,
     console,
+    given_settings,
     read_setting,
-    stuck_is_told,
-    tell,
+    refuse_stuck,
+    show_progress,
     write_picture,
 )
 from staleflow.errors import ConfigError
@@ -71,7 +71,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(options: argparse.Namespace) -> int:
     comparison, notes = read(options)
     path = check_picture(options.picture)
-    with stuck_is_told():
+    with refuse_stuck():
         rows = comparison.rows()
         drawn = picture(comparison, rows) if path else ""
     if path:
@@ -85,10 +85,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read(options: argparse.Namespace) -> tuple[Comparison, list[str]]:
-    """What was asked for, checked before anything runs, and what is assumed for it."""
+    """The comparison, checked before anything runs, and what is assumed for it."""
     policies = chosen(options.policies)
     bounds, options.staleness = options.staleness, None
-    wanted = asked(options)
+    wanted = given_settings(options)
     if bounds is not None and "staleness" in wanted.names:
         raise ConfigError("staleness is given twice: give --staleness or staleness=, not both")
     if options.seeds < 1:
@@ -107,7 +107,7 @@ def read(options: argparse.Namespace) -> tuple[Comparison, list[str]]:
         range(config.seed, config.seed + options.seeds),
         tune=options.tune_split,
         faults=options.faults,
-        on_run=tell,
+        on_run=show_progress,
         jobs=check_jobs(options.jobs),
     )
     return comparison, assumptions(config, setting)
@@ -133,7 +133,7 @@ def show(comparison: Comparison, rows: Sequence[Row], notes: Sequence[str]) -> N
 
 
 def speeds(bound: int, rows: Sequence[Row]) -> Table:
-    """How fast each is, and what of it comes at the price of age, waste or shorter responses."""
+    """How fast each policy is, and what it pays for that in staleness, waste or shorter responses."""
     from rich.table import Table
 
     table = Table(title=f"bound {bound}", title_justify="left")

@@ -1,6 +1,6 @@
 """``staleflow plan``: which bound, batch, length cap and split to train with, as tables, as JSON or as a picture.
 
-What cannot be planned is said in one line, with exit code 2, before anything runs or is written.
+What cannot be planned is refused in one line, with exit code 2, before anything runs or is written.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 from staleflow.commands.common import (
     LENGTHS,
-    Asked,
+    GivenSettings,
     Subparsers,
     add_jobs,
     add_simulated,
-    asked,
     check_jobs,
     check_picture,
     console,
     fitted,
+    given_settings,
     read_setting,
-    stuck_is_told,
-    tell,
+    refuse_stuck,
+    show_progress,
     write_picture,
 )
 from staleflow.errors import ConfigError
@@ -35,7 +35,7 @@ from staleflow.study.measured import read_run
 from staleflow.study.plan import Plan, Search, Trial, Turn, make_plan
 
 STEPS = 10
-"""Steps of a trial, unless told otherwise."""
+"""Default for the steps of a trial."""
 
 MEANING = {
     "training": "the trainer is always busy: more training GPUs help, or fewer tokens",
@@ -65,7 +65,7 @@ def add_parser(subparsers: Subparsers) -> None:
         type=float,
         default=100 * defaults.worth,
         metavar="PERCENT",
-        help="turn a knob only for so much more throughput (default: 5)",
+        help="turn a knob only for at least this much more throughput (default: 5)",
     )
     add_jobs(parser)
     parser.add_argument("--picture", metavar="FILE.svg", help="write throughput against bound and against split")
@@ -73,7 +73,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    path, search, wanted = check_picture(options.picture), read_search(options), asked(options)
+    path, search, wanted = check_picture(options.picture), read_search(options), given_settings(options)
     if options.run_dir:
         setting, notes = measured_setting(options, wanted)
     else:
@@ -81,8 +81,8 @@ def run(options: argparse.Namespace) -> int:
         notes = assumptions(config, setting)
     if "steps" not in wanted.names:
         setting = replace(setting, steps=STEPS)
-    with stuck_is_told():
-        plan = make_plan(setting, search, on_run=tell, jobs=check_jobs(options.jobs))
+    with refuse_stuck():
+        plan = make_plan(setting, search, on_run=show_progress, jobs=check_jobs(options.jobs))
     if path:
         write_picture(path, draw(plan))
     if options.json:
@@ -92,8 +92,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def measured_setting(options: argparse.Namespace, wanted: Asked) -> tuple[Setting, list[str]]:
-    """A run as it was configured and measured, with changes, and what of it is assumed."""
+def measured_setting(options: argparse.Namespace, wanted: GivenSettings) -> tuple[Setting, list[str]]:
+    """A run as it was configured and measured, with changes, and what is assumed."""
     if given := [name for name in ("cluster.trace", *LENGTHS) if name in wanted.names]:
         raise ConfigError(f"{given[0]} and --run-dir both say how long responses are: leave one out")
     run = read_run(options.run_dir)

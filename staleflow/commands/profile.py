@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staleflow.commands.common import Subparsers, add_settings, asked, tell
+from staleflow.commands.common import Subparsers, add_settings, given_settings, show_progress
 from staleflow.config import Config, load
 from staleflow.config.sizes import sizes_of
 from staleflow.errors import ConfigError
@@ -58,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     for path in (options.output, picture):
         if not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: its folder does not exist, make it first")
-    profile, device = measured(config, running, context, quiet=options.json)
+    profile, device = measure_engine(config, running, context, quiet=options.json)
     values = {
         "model": config.model,
         "device": device,
@@ -75,13 +74,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read(options: argparse.Namespace) -> tuple[Config, int, int]:
-    """What to measure, and up to how many sequences and tokens of each."""
+    """What to measure: the configuration, the most sequences and the most tokens of each."""
     for name in ("running", "context"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ConfigError(f"--{name} is {value}: give at least 1")
     models = [word for word in options.words if word in SHAPES or Path(word).is_dir()]
     options.words = [word if word not in models else f"model={word}" for word in options.words]
-    wanted = asked(options)
+    wanted = given_settings(options)
     words = wanted.words if wanted.source or "model" in wanted.names else [f"model={TINY}", *wanted.words]
     config = load(wanted.source, words)
     rollout = config.rollout
@@ -90,8 +89,8 @@ def read(options: argparse.Namespace) -> tuple[Config, int, int]:
     return config, options.running or running, options.context or context
 
 
-def measured(config: Config, running: int, context: int, quiet: bool) -> tuple[Profile, str]:
-    """The profile, and the device in words."""
+def measure_engine(config: Config, running: int, context: int, quiet: bool) -> tuple[Profile, str]:
+    """The profile, and a description of the device."""
     try:
         from staleflow.rollout.builtin import EngineOptions, TorchEngine
         from staleflow.rollout.profile import Grid, measure
@@ -113,12 +112,12 @@ def measured(config: Config, running: int, context: int, quiet: bool) -> tuple[P
                 weights="random" if random else "checkpoint",
             ),
         )
-        show = sys.stderr.isatty() and not quiet
-        return measure(engine, Grid.up_to(running, context), tell if show else lambda _: None), engine.described
+        on_point = (lambda _: None) if quiet else show_progress
+        return measure(engine, Grid.up_to(running, context), on_point), engine.described
 
 
 def _shape(config: Config) -> str | dict[str, Any]:
-    """With random weights, which take the same time."""
+    """The shape of the model, for random weights, which take the same time."""
     if config.model in SHAPES:
         return config.model
     sizes = sizes_of(config)

@@ -1,7 +1,7 @@
 """``staleflow simulate``: one run under the virtual clock, as a table, as JSON or as a picture.
 
-Whatever is wrong with what was asked for is said in one line, with exit code 2, before anything runs or is written. A
-run that gets stuck says so in one line too, with exit code 1.
+Mistakes are refused in one line, with exit code 2, before anything runs or is written. A run that gets stuck is
+reported in one line too, with exit code 1.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import time
 from staleflow.commands.common import (
     Subparsers,
     add_simulated,
-    asked,
     check_picture,
+    given_settings,
     read_setting,
-    stuck_is_told,
+    refuse_stuck,
     write_picture,
 )
 from staleflow.errors import ConfigError
@@ -45,14 +45,14 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    policy, wanted, picture = named(options.policy), asked(options), check_picture(options.picture)
+    policy, wanted, picture = named(options.policy), given_settings(options), check_picture(options.picture)
     config, setting = read_setting(options, wanted)
     cluster = Cluster(policy.fit(setting), config.seed, policy=policy)
     if options.faults:
         arm_faults(cluster, options.faults)
     timeline = Timeline(cluster) if picture else None
     began = time.perf_counter()
-    with stuck_is_told():
+    with refuse_stuck():
         cluster.run()
     result = row(cluster, time.perf_counter() - began) | {"notes": assumptions(config, setting)}
     if picture and timeline:

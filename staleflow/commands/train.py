@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from staleflow.commands.common import Subparsers, add_settings, asked
+from staleflow.commands.common import Subparsers, add_settings, given_settings
 from staleflow.config import Config, ConfigError, check, differences, estimate, load, this_machine
 from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
@@ -40,7 +40,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    wanted = asked(options)
+    wanted = given_settings(options)
     if options.resume:
         directory, config = _resumed(Path(options.resume), wanted.source, wanted.words)
     else:

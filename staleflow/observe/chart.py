@@ -17,7 +17,7 @@ COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8B6C42",
     "#6A3D9A", "#B2182B", "#4D9221", "#7F7F7F", "#C51B7D", "#01665E", "#BF812D",
 )  # fmt: skip
-"""The first are Okabe and Ito's, told apart with any colour vision."""
+"""The first are Okabe and Ito's, distinct with any colour vision."""
 HEADING = ' font-size="15" font-weight="600"'
 MOST_TICKS = 12
 STEPS = [factor * 10**power for power in range(-6, 12) for factor in (1, 2, 5)]

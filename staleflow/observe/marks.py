@@ -1,4 +1,4 @@
-"""Numbers as a person reads them, and bars and sparklines of characters. All are total: any float has a mark."""
+"""Numbers as a person reads them, and bars and sparklines of characters. Any float can be shown."""
 
 import math
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def number(value: float) -> str:
 
 
 def percent(share: float | None, digits: int | None = None) -> str:
-    """With one digit behind the point below 10 %, unless ``digits`` says; a dash where there is nothing to say."""
+    """A percentage, with one decimal below 10 % unless ``digits`` is given; a dash for None, NaN and infinity."""
     if share is None or not math.isfinite(share):
         return "-"
     value = 100 * share
@@ -63,7 +63,7 @@ def decimal(value: float | None, digits: int = 3) -> str:
 
 
 def bar(share: float, width: int, glyphs: Glyphs = UNICODE) -> tuple[str, str]:
-    """The full and the empty part of a bar, ``width`` cells together. What is above 0 shows, however little it is."""
+    """The full and the empty part of a bar, ``width`` cells together. Anything above 0 shows, however small."""
     share = min(1.0, max(0.0, share)) if math.isfinite(share) else 0.0
     fine = len(glyphs.parts)
     eighths = round(share * width * fine)
@@ -81,7 +81,7 @@ def spark(
     high: float | None = None,
     glyphs: Glyphs = UNICODE,
 ) -> str:
-    """One character per value, of the last ``width``; a gap for what is not a number. The scale is theirs or given."""
+    """One character for each of the last ``width`` values; a gap for NaN and infinity. The scale is theirs or given."""
     values = values[-width:] if width > 0 else ()
     finite = [value for value in values if math.isfinite(value)]
     if not finite:

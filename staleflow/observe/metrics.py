@@ -2,7 +2,7 @@
 
 Every line is written at once and ends with a newline, so a reader sees whole lines only. A process that dies while it
 writes, or a machine that loses its power, can leave a torn end; opening the file again cuts it off. A line that does
-not fit on the disk is taken back. JSON has no NaN and no infinity: they become null. A run that is resumed after a
+not fit on the disk is removed again. JSON has no NaN and no infinity: they become null. A run that is resumed after a
 crash may repeat steps that were written but not committed; ``read_metrics`` keeps the last line of each step::
 
     with MetricsLog(run / "metrics.jsonl") as log:
@@ -74,7 +74,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """What a line says, if it is a row."""
+    """The row in a line; None if it is not one."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -83,7 +83,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _cut_torn_end(descriptor: int) -> int:
-    """Until the file ends with a row."""
+    """Cut the file until it ends with a row. Returns the bytes that were cut off."""
     size = os.fstat(descriptor).st_size
     end = _after_newline(descriptor, size)
     while end > 0 and _row(os.pread(descriptor, end - (begin := _after_newline(descriptor, end - 1)), begin)) is None:
@@ -105,7 +105,7 @@ def _after_newline(descriptor: int, end: int) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can hold it. Numbers of NumPy and PyTorch become Python's; anything else is refused by ``json``."""
+    """The value as JSON can hold it. Numbers of NumPy and PyTorch become Python's; ``json`` refuses the rest."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

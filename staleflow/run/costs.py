@@ -54,7 +54,7 @@ class RunCosts:
             which = key(cell.mixed, cell.running / cell.count, cell.context / cell.count)
             self._cells[which] = joined(self._cells.get(which), cell)
         self.pull.add(costs.pull_s, costs.pulls)
-        self.report.add(costs.told_s, costs.told)
+        self.report.add(costs.reported_s, costs.reported)
 
     def means(self) -> dict[str, float]:
         return {

@@ -25,7 +25,7 @@ from staleflow.coordinator.decide import Decision, decide
 from staleflow.coordinator.situation import Abort, Command, Interrupt, Pull, Route, Truncate
 from staleflow.coordinator.strategies import Strategies
 from staleflow.errors import RunError
-from staleflow.runtime.feed import Feed
+from staleflow.runtime.feed import TrainerFeed
 from staleflow.runtime.fleet import Member
 from staleflow.runtime.ports import InstancePort, RewardPort, TrainerPort
 from staleflow.runtime.scoring import Scoring
@@ -89,7 +89,7 @@ class ControlPlane:
         """Why a complete group is not worth training on, if it is not (no learning signal, say)."""
         self._prompts = prompts
         self.scoring = Scoring(rewards, settings.reward_timeout_s, settings.reward_tries, self._not_scored)
-        self._feed = Feed(server, trainer, settings.strategies.consume, self._drop)
+        self._feed = TrainerFeed(server, trainer, settings.strategies.consume, self._drop)
         self._work = asyncio.Event()
         self._done = asyncio.Event()
         self._steps: int | None = None

@@ -13,7 +13,7 @@ from staleflow.servers.lifecycle import Trajectory
 from staleflow.servers.trajectories import TrajectoryServer
 
 
-class Feed:
+class TrainerFeed:
     def __init__(
         self,
         server: TrajectoryServer,

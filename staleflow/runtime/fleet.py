@@ -15,7 +15,7 @@ from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.situation import Fleet, InstanceView
 from staleflow.runtime.ports import Heard, InstancePort
 from staleflow.servers.lifecycle import Trajectory
-from staleflow.types import Abort, Fence, Interrupt, Pull, Submit, Work
+from staleflow.types import Drop, Fence, PullWeights, Return, Submit, Work
 
 ALL_S = 10.0
 """Contexts grow while nothing happens: after this time every row of the table is written again."""
@@ -73,7 +73,7 @@ class Member:
 
     def interrupt(self, trajectories: Sequence[Trajectory]) -> None:
         self.issued.append(Issued(self.number + 1, -len(trajectories), -sum(each.context for each in trajectories)))
-        self.port.send(Interrupt(self._next(), [(each.name, each.epoch) for each in trajectories]))
+        self.port.send(Return(self._next(), [(each.name, each.epoch) for each in trajectories]))
 
     def abort(self, trajectories: Sequence[Trajectory]) -> None:
         for each in trajectories:
@@ -82,11 +82,11 @@ class Member:
 
     def pull(self, version: int) -> None:
         self.pulling = version
-        self.port.send(Pull(self._next(), version))
+        self.port.send(PullWeights(self._next(), version))
 
     def forget(self, names: Sequence[tuple[str, int]]) -> None:
         """Drop what it holds and nobody wants."""
-        self.port.send(Abort(self._next(), list(names)))
+        self.port.send(Drop(self._next(), list(names)))
 
     def revive(self, heard: Heard, newest: int) -> None:
         """It is heard of again. The same incarnation still holds what was taken from it."""

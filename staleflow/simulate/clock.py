@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from staleflow.errors import RunError
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 class DeadlockError(RunError):
@@ -61,7 +61,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         heappush(self._timers, (when, self._count, callback, args, handle))
         return handle
 
-    def run(self, main: Coroutine[Any, Any, Result]) -> Result:
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Run ``main`` to its end, then cancel what it left behind."""
         try:
             asyncio.set_event_loop(self)
@@ -77,7 +77,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self.close()
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """asyncio would log what a callback raises and go on; here it ends the run."""
+        """asyncio would log what a callback raises and continue; here it ends the run."""
         self._failure = self._failure or context.get("exception") or RuntimeError(context["message"])
 
     def turn(self) -> None:
@@ -105,7 +105,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Idle(selectors.BaseSelector):
-    """A selector that waits for no file: waiting is what moves the clock."""
+    """A selector without files: where a real one would wait, the virtual clock moves on."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop

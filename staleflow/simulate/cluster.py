@@ -41,9 +41,9 @@ from staleflow.types import TOKEN, Report, TrajectoryNews
 
 DECISION = "decision"
 SYNC_S = 0.02
-"""How far the journal is behind where the control plane may crash."""
+"""How far the journal lags behind in runs in which the control plane may crash."""
 STALL_S = 3600.0
-"""Without any news for so long, beyond what training a step may take, a run is stuck."""
+"""A run with no news for this long, on top of what training a step may take, is stuck."""
 
 
 class Cluster:
@@ -87,7 +87,7 @@ class Cluster:
         self._down_s = 0.0
         self._undelivered: list[Report] = []
         self.lies: dict[str, int] = {}
-        """How many of the next reports of an instance cannot be true."""
+        """How many of the next reports of an instance are made impossible."""
         self._targets: dict[str, int] = {}
 
     def run(self) -> None:
@@ -112,7 +112,7 @@ class Cluster:
             end()
 
     async def _term(self) -> bool:
-        """One term of the control plane. Whether it reached the end of the run."""
+        """Run one term of the control plane. Returns whether it reached the end of the run."""
         run = asyncio.create_task(self._to_the_end(), name="the run")
         killed = asyncio.create_task(self._killed.wait(), name="kill of the control plane")
         finished, _ = await asyncio.wait({run, killed}, return_when=asyncio.FIRST_COMPLETED)
@@ -130,7 +130,7 @@ class Cluster:
             await asyncio.sleep(self.journal.sync_s)
 
     def kill_control(self, down_s: float) -> None:
-        """The control plane dies, with everything that it did not write to the journal; it is back after a while."""
+        """The control plane dies and loses what it did not write to the journal; it is back after ``down_s``."""
         if not self.down:
             self.down, self._down_s = True, down_s
             self.outbox.close()
@@ -138,7 +138,7 @@ class Cluster:
             self._killed.set()
 
     def kill_trainer(self, down_s: float, after_push: bool) -> None:
-        """The trainer dies: now, or right after its next version is durable and before anyone is told."""
+        """The trainer dies: now, or right after its next version is durable and before it is announced."""
         if self.trainer.alive:
             self.trainer.die(after_push, lambda: self._trainer_died(down_s))
 
@@ -169,7 +169,7 @@ class Cluster:
     # Parts
 
     def journal_faults(self) -> None:
-        """Keep the journal's events: a restart of the control plane needs them. And let it lose the latest."""
+        """Keep the journal's events, which a restart of the control plane needs, and let a crash lose the latest."""
         self.journal.keep = True
         self.journal.sync_s = SYNC_S
 
@@ -200,7 +200,7 @@ class Cluster:
         return control
 
     def _longest_step_s(self) -> float:
-        """What training a step takes at most: with few GPUs for it, many hours in which nothing else happens."""
+        """The most that training a step takes: with few GPUs, many hours in which nothing else happens."""
         setting, trainer = self.setting, self.setting.trainer
         tokens = setting.groups * setting.group_size * setting.longest()
         return trainer.train_s(tokens) + trainer.fixed_s + trainer.push_s
@@ -217,15 +217,15 @@ class Cluster:
         engine = SimEngine(model, self._target_of, version=-1, left=self.recorder.left)
         return self.rollout_kind(name, self.loop, engine, self.weights, self.report)
 
-    # What the parts say to the control plane. They look it up when they speak: it may have been replaced.
+    # What the parts report to the control plane. They look it up each time: it may have been replaced.
 
     def report(self, report: Report) -> None:
         if self.lies.get(report.instance):
             self.lies[report.instance] -= 1
             report = msgspec.structs.replace(
                 report,
-                finished=[lied(each) for each in report.finished],
-                progress=[lied(each) for each in report.progress],
+                finished=[impossible(each) for each in report.finished],
+                progress=[impossible(each) for each in report.progress],
             )
         self.network.send(self._hear, report)
 
@@ -247,20 +247,20 @@ class Cluster:
                 rollout.stream()
         self.control.on_pushed(version)
 
-    # What they ask
+    # What the parts ask for
 
     def tokens(self, prompt: int) -> int | None:
-        """The prompt source: length of a prompt, None past the end of the data."""
+        """Length of a prompt, as the prompt source gives it; None past the end of the data."""
         if self.setting.prompts is not None and prompt >= self.setting.prompts:
             return None
         return self.workload.prompt_tokens(prompt)
 
     def ids(self, prompt: int) -> bytes:
-        """All its tokens are 0, as are those that modelled engines make."""
+        """Tokens of a prompt: all 0, as are those that modelled engines make."""
         return bytes(TOKEN.itemsize * self.workload.prompt_tokens(prompt))
 
     def _target_of(self, request: Request) -> int:
-        """How long the trajectory will become: known to the engine as it ends, never to a scheduler."""
+        """Tokens the trajectory will have at its end: known to its engine only, never to a scheduler."""
         target = self._targets.get(request.name)
         if target is None:
             name = request.group or ""
@@ -272,7 +272,7 @@ class Cluster:
         return target
 
     def _trainer_waits_for(self) -> str:
-        """Why the trainer is idle: the tail of named groups, or just too few that are complete."""
+        """Why the trainer is idle: it waits for the tail, or too few groups are complete."""
         return "tail" if self.control.ledger.blocking() else "generation"
 
     # What is recorded
@@ -296,6 +296,6 @@ class Cluster:
             self.journal.append((DECISION, now, decision.inputs, commands))
 
 
-def lied(news: TrajectoryNews) -> TrajectoryNews:
-    """What cannot be true."""
+def impossible(news: TrajectoryNews) -> TrajectoryNews:
+    """The same news with spans that cannot be true."""
     return msgspec.structs.replace(news, spans=((999, 1),))

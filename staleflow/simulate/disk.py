@@ -1,4 +1,4 @@
-"""The journal under simulation: a disk that is a little behind, and loses what it has not synced in a crash."""
+"""The journal under simulation: a disk that lags a little, and loses in a crash what it has not synced."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,10 @@ class SimJournal(MemoryJournal):
         super().__init__(keep)
         self._loop = loop
         self.sync_s = 0.0
-        """How long a commit takes; events that come meanwhile share the next. At 0 everything is durable at once."""
+        """Seconds of a commit; events that come meanwhile share the next one. At 0 everything is durable at once."""
         self._durable = 0
         self._committing = False
-        self._life = 0
+        self._crashes = 0
         self._crashed = False
 
     @property
@@ -32,13 +32,13 @@ class SimJournal(MemoryJournal):
             self._commit()
 
     def crash(self) -> None:
-        """Lose what is not durable, and everything that is still to come from the life that ends here."""
+        """Lose what is not durable, and ignore what the dead control plane still appends, until ``reopen``."""
         if self.sync_s:
             lost, self.events = self.events[self._durable :], self.events[: self._durable]
             faults = [event for event in lost if event[0] == FAULT]  # those are not the control plane's to lose
             self.events += faults
             self.position = self._durable = len(self.events)
-        self._life += 1
+        self._crashes += 1
         self._committing, self._crashed = False, True
 
     def reopen(self) -> None:
@@ -46,10 +46,10 @@ class SimJournal(MemoryJournal):
 
     def _commit(self) -> None:
         self._committing = True
-        self._loop.at(self._loop.now + self.sync_s, self._committed, self._life, self.position)
+        self._loop.at(self._loop.now + self.sync_s, self._committed, self._crashes, self.position)
 
-    def _committed(self, life: int, position: int) -> None:
-        if life != self._life:
+    def _committed(self, crashes: int, position: int) -> None:
+        if crashes != self._crashes:
             return
         self._durable, self._committing = position, False
         if self.position > position:

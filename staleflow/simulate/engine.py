@@ -1,7 +1,7 @@
 """The modelled engine behind the interface of the real ones: no weights, no tokens, no time but the one it is given.
 
 A worker, a test or a planner that drives an ``Engine`` can drive this one without PyTorch. A step goes to the next
-moment at which somebody joins or leaves, so it may make thousands of tokens at once; results have none of them, only
+moment at which a request joins or leaves, so it may make thousands of tokens at once; results hold no tokens, only
 their number under each version. ::
 
     engine = SimEngine(Instance(cost, kv_blocks=4096), length_of=lambda request: 200)
@@ -10,7 +10,7 @@ their number under each version. ::
         output = engine.step()
     engine.now      # seconds that a real one would have taken
 
-Whoever has a clock sets ``now`` before each call, and calls ``step`` only when it is ``due``.
+A caller with a clock of its own sets ``now`` before each call, and calls ``step`` only when it is ``due``.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.rollout.engine import EngineError, LoadWeights, Part, Reason, Request, Result, StepOutput, WeightSource
-from staleflow.simulate import kv
-from staleflow.simulate.instance import Event, Finished, Instance, Paused
+from staleflow.simulate.instance import Finished, Instance, InstanceEvent, Paused, SimRequest
 from staleflow.types import Failed, InstanceState, Spans, token_count
 
 
 @dataclass(slots=True, eq=False)
-class _Held(kv.Request):
-    """A request on the instance. Its name there is its own: one that comes again may find the first not yet gone."""
+class _HeldRequest(SimRequest):
+    """A request on the instance, under a name used once: it may come again before the first has left."""
 
     outside: str = ""
-    """Its name for the owner."""
+    """Its name outside the engine."""
     reason: Reason = "length"
     """Why it will end."""
     spans: Spans = ()
     marked: int = 0
     """Tokens in ``spans``; those beyond are of the engine's present version."""
     began: int = 0
-    """Tokens it came with."""
+    """Tokens that were generated before it came here."""
     aborted: bool = False
 
     def stamped(self, generated: int, version: int) -> Spans:
@@ -56,19 +55,17 @@ class SimEngine:
         instance: Instance,
         length_of: Callable[[Request], int] = lambda request: request.sampling.max_tokens,
         version: int = 0,
-        pull_s: float = 0.0,
         left: Callable[[str, int], None] = lambda _name, _tokens: None,
     ) -> None:
-        """``left`` is told of every request that is gone, dropped ones too: its name, and the tokens made here."""
+        """``left`` is called for every request that leaves, dropped ones too: its name, and the tokens made here."""
         self.now = 0.0
         self.version = version
         self.instance = instance
         self.behind = 0
-        """How many of the latest tokens ``peek`` does not see."""
+        """How many of the latest tokens ``peek`` leaves out."""
         self._length_of = length_of
-        self._pull_s = pull_s
         self._left = left
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldRequest] = {}
         self._serial = 0
         self._finished: list[Result] = []
         self._returned: list[Result] = []
@@ -95,7 +92,7 @@ class SimEngine:
                 continue
             self._serial += 1
             done = len(request.tokens)
-            held = self._held[request.name] = _Held(
+            held = self._held[request.name] = _HeldRequest(
                 f"{request.name}#{self._serial}",
                 request.group or request.name,
                 len(request.prompt),
@@ -155,7 +152,6 @@ class SimEngine:
             for held in self._held.values():
                 generated = self.instance.generated(held.name, self.now)
                 held.spans, held.marked = held.stamped(generated, self.version), generated
-            self.now += self._pull_s
             self.resume()
             self.version = found
         return found
@@ -184,7 +180,7 @@ class SimEngine:
         self.abort(list(self._held))
         self._closed = True
 
-    # What happens to a process
+    # What a process goes through
 
     def pause(self) -> None:
         """Make no further step once the present one is over."""
@@ -192,20 +188,20 @@ class SimEngine:
         self._take(self.instance.advance(self.now))
 
     def resume(self) -> None:
-        """Go on, with an empty KV cache."""
+        """Continue, with an empty KV cache."""
         self.instance.resume(self.now)
 
     def crash(self) -> None:
         """Lose everything; what is left is an empty engine."""
         self._take(self.instance.advance(self.now))
         for request in self.instance.crash(self.now):
-            assert isinstance(request, _Held)
+            assert isinstance(request, _HeldRequest)
             self._left(request.outside, request.generated - request.began)
         self._held, self._finished, self._returned, self._failed = {}, [], [], []
 
     def tokens_here(self) -> int:
         """Tokens made here for requests that are still on the instance."""
-        began = sum(each.began for each in self.instance.requests() if isinstance(each, _Held))
+        began = sum(each.began for each in self.instance.requests() if isinstance(each, _HeldRequest))
         return sum(generated for _, generated in self.instance.progress(self.now)) - began
 
     # Within
@@ -224,16 +220,16 @@ class SimEngine:
             return f"request {name} needs more than the engine's {capacity} tokens: raise kv_tokens"
         return None
 
-    def _leave(self, held: Iterable[_Held]) -> None:
+    def _leave(self, held: Iterable[_HeldRequest]) -> None:
         self.instance.interrupt(self.now, [each.name for each in held])
         self._take(self.instance.advance(self.now))
 
-    def _take(self, events: list[Event]) -> None:
+    def _take(self, events: list[InstanceEvent]) -> None:
         for event in events:
             if isinstance(event, Paused):
                 continue
             held, finished = event.request, isinstance(event, Finished)
-            assert isinstance(held, _Held)
+            assert isinstance(held, _HeldRequest)
             self._left(held.outside, held.generated - held.began)
             if held.aborted:
                 continue

@@ -3,7 +3,7 @@
     arm(cluster, count=8)     # before cluster.run()
 
 Instances crash (and start again), hang, slow down, or join late; the network delays, repeats and reorders; the trainer
-dies before its push, or after it and before anyone was told, or tells of it late; reward workers do not answer;
+dies before its push, or after it and before it is announced, or announces it late; reward workers do not answer;
 instances report what cannot be true; the control plane is killed and comes back from its journal, which has lost what
 was not synced. What must hold in spite of all that is in ``invariants.py``.
 """
@@ -55,10 +55,10 @@ def kill_trainer_after_push(cluster: Cluster, random: Random) -> None:
     cluster.kill_trainer(random.uniform(1, 60), after_push=True)
 
 
-def late_word(cluster: Cluster, random: Random) -> None:
-    """Instances may hold a version before the control plane has heard that it is there."""
-    cluster.trainer.word_s = random.uniform(0.01, 30)
-    cluster.loop.call_later(random.uniform(20, 200), lambda: setattr(cluster.trainer, "word_s", 0.0))
+def late_announcement(cluster: Cluster, random: Random) -> None:
+    """Instances may hold a version before the control plane knows that it exists."""
+    cluster.trainer.announce_s = random.uniform(0.01, 30)
+    cluster.loop.call_later(random.uniform(20, 200), lambda: setattr(cluster.trainer, "announce_s", 0.0))
 
 
 def kill_control(cluster: Cluster, random: Random) -> None:
@@ -84,7 +84,7 @@ FAULTS: dict[str, Fault] = {
         bad_network,
         kill_trainer,
         kill_trainer_after_push,
-        late_word,
+        late_announcement,
         kill_control,
         silent_rewards,
         lie,
@@ -93,7 +93,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def arm(cluster: Cluster, count: int, names: tuple[str, ...] = tuple(FAULTS)) -> None:
-    """Let ``count`` random faults happen, the next one always a while after the last."""
+    """Let ``count`` random faults happen, one after the other."""
     random = cluster.keyed.generator("faults")
     setting = cluster.setting
     batch_tokens = setting.groups * setting.group_size * cluster.workload.mean_tokens()

@@ -1,19 +1,19 @@
 """A rollout instance under simulation: continuous batching whose work does not depend on the number of tokens.
 
-It behaves as an engine that goes step by step. At a step boundary it applies the commands that have arrived, admits
+It behaves like an engine that runs step by step. At a step boundary it applies the commands that have arrived, admits
 waiting requests in order, and preempts the most recently admitted ones if the key/value cache would overflow. The
-step then decodes a token for each running request and prefills up to ``chunk`` tokens in order. As long as nobody
+step then decodes a token for each running request and prefills up to ``chunk`` tokens in order. As long as no request
 joins or leaves, all that is arithmetic, so the instance jumps from one change to the next: a *segment* of equal steps
 whose end is known in closed form. A command that arrives inside a segment cuts it at the next boundary. Nothing is
 ever undone::
 
     instance = Instance(cost, kv_blocks=20_000)
-    instance.submit(0.0, Request("t1", "g1", prompt=512, generated=0, target=1500))
+    instance.submit(0.0, SimRequest("t1", "g1", prompt=512, generated=0, target=1500))
     events = instance.advance(instance.next_event())
 
 Time is a parameter and never decreases. ``advance(now)`` leaves a boundary at ``now`` itself open, so that what is
-decided at that instant applies there; ``next_event()`` starts the step. A command that then still comes at the time
-of that boundary applies there too, except that a boundary that has preempted admits nobody else while anyone is left.
+decided at that instant applies there; ``next_event()`` starts the step. A command that still comes at the time of that
+boundary applies there too, except that a boundary that has preempted admits nothing more while anything is admitted.
 """
 
 import math
@@ -22,18 +22,18 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from staleflow.coordinator.cost import CostModel
-from staleflow.simulate.kv import Batch, Chunk, Request, Seat
+from staleflow.simulate.kv import PrefillSteps, Seat, SimRequest, SimScheduler
 
-__all__ = ["Event", "Finished", "Instance", "Interrupted", "Load", "Paused", "Request"]
+__all__ = ["Finished", "Instance", "InstanceEvent", "InstanceLoad", "Interrupted", "Paused", "SimRequest"]
 
 
 class Finished(NamedTuple):
-    request: Request
+    request: SimRequest
     time: float
 
 
 class Interrupted(NamedTuple):
-    request: Request
+    request: SimRequest
     time: float
 
 
@@ -41,11 +41,11 @@ class Paused(NamedTuple):
     time: float
 
 
-Event = Finished | Interrupted | Paused
+InstanceEvent = Finished | Interrupted | Paused
 
 
-class Load(NamedTuple):
-    """What an instance has to do, at a step boundary."""
+class InstanceLoad(NamedTuple):
+    """The load of an instance at a step boundary."""
 
     running: int
     prefilling: int
@@ -57,7 +57,7 @@ class Load(NamedTuple):
     prefilled_tokens: int  # since the start
 
 
-_Command = tuple[float, Callable[[Any, list[Event]], None], Any]  # when it arrived, what it does, and to what
+_Command = tuple[float, Callable[[Any, list[InstanceEvent]], None], Any]  # arrival time, action, its argument
 
 
 class Instance:
@@ -65,7 +65,7 @@ class Instance:
 
     Either ``_planned`` is false, and the instance stands at the boundary ``_at``; or it is in a segment of ``_count``
     steps from ``_at`` to ``_end`` (no steps and no end: idle or paused), of which it will make ``_cut``, until
-    ``_due``. Until then ``_batch`` stays what it was at ``_at``.
+    ``_due``. Until then ``_scheduler`` stays what it was at ``_at``.
     """
 
     def __init__(
@@ -90,9 +90,8 @@ class Instance:
         self.prefilled_tokens = 0
         self.preemptions = 0
         self.busy_seconds = 0.0
-        self.prefill_seconds = 0.0  # of these: steps that only prefill, and what prefill adds to the others
         self.segments = 0
-        self._batch = Batch(kv_blocks, block)
+        self._scheduler = SimScheduler(kv_blocks, block)
         self._commands: deque[_Command] = deque()
         self._clock = -math.inf
         self._preempted_at = -math.inf
@@ -100,26 +99,26 @@ class Instance:
         self._at = -math.inf
         self._count = self._cut = 0
         self._end = self._due = math.inf
-        self._chunk: Chunk | None = None
+        self._chunk: PrefillSteps | None = None
 
     # Commands. They wait for the next boundary.
 
-    def submit(self, now: float, request: Request) -> None:
+    def submit(self, now: float, request: SimRequest) -> None:
         self._tick(now)
-        self._command(now, self._enqueue, self._batch.seat(request))
+        self._command(now, self._enqueue, self._scheduler.seat(request))
 
     def interrupt(self, now: float, names: Iterable[str]) -> None:
-        """Have them leave with the tokens they have then; names that are not here are ignored."""
+        """Have them leave with the tokens they have at the boundary; unknown names are ignored."""
         self._tick(now)
         self._command(now, self._remove, tuple(names))
 
     def pause(self, now: float) -> None:
-        """Stop stepping; answered by ``Paused``."""
+        """Stop at the next boundary, with the event ``Paused``."""
         self._tick(now)
         self._command(now, self._stop, None)
 
     def resume(self, now: float) -> None:
-        """Go on with other weights: everyone admitted is prefilled again. Ignored if not paused."""
+        """Continue with other weights: every admitted request is prefilled again. Ignored if not paused."""
         self._tick(now)
         self._command(now, self._restart, None)
 
@@ -128,25 +127,25 @@ class Instance:
         self._tick(now)
         self._command(now, self._change_speed, _checked_speed(factor))
 
-    def crash(self, now: float) -> list[Request]:
+    def crash(self, now: float) -> list[SimRequest]:
         """Lose everything at once; the requests, in the order of submission, with the tokens of the last whole step.
 
-        Call ``advance(now)`` first. What is left is an empty instance that runs at speed 1; its totals go on.
+        Call ``advance(now)`` first. What is left is an empty instance that runs at speed 1; its totals continue.
         """
         self._tick(now)
-        batch, load = self._batch, self.load(now)
+        scheduler, load = self._scheduler, self.load(now)
         for name, generated in list(self.progress(now)):
-            batch.seats[name].request.generated = generated
+            scheduler.seats[name].request.generated = generated
         self.generated_tokens = load.generated_tokens
         self.prefilled_tokens = load.prefilled_tokens
         if self._planned and self._count:
             self.busy_seconds += now - self._at
-        self._batch = Batch(batch.pool.capacity, batch.pool.block)
+        self._scheduler = SimScheduler(scheduler.pool.capacity, scheduler.pool.block)
         self._commands.clear()
         self._planned = self.paused = False
         self._at = now
         self.speed = 1.0
-        return [seat.request for seat in batch.seats.values()]
+        return [seat.request for seat in scheduler.seats.values()]
 
     # Time.
 
@@ -158,10 +157,10 @@ class Instance:
             self._plan()
         return self._due
 
-    def advance(self, now: float) -> list[Event]:
-        """Go on up to and including ``now``; what happened, by time, and at one time finished requests first."""
+    def advance(self, now: float) -> list[InstanceEvent]:
+        """Run up to and including ``now``; the events by time, and at the same time finished requests first."""
         self._tick(now)
-        events: list[Event] = []
+        events: list[InstanceEvent] = []
         commands = self._commands
         while True:
             if not self._planned:
@@ -175,158 +174,145 @@ class Instance:
                 return events
             self._move(events)
 
-    # What there is.
+    # State.
 
     @property
     def running(self) -> int:
-        return self._batch.running
+        return self._scheduler.running
 
     @property
     def prefilling(self) -> int:
-        return len(self._batch.prefill)
+        return len(self._scheduler.prefill)
 
     @property
     def waiting(self) -> int:
-        return len(self._batch.seats) - len(self._batch.admitted)
+        return len(self._scheduler.seats) - len(self._scheduler.admitted)
 
     @property
     def context_tokens(self) -> int:
-        return self._batch.context
+        return self._scheduler.context
 
     @property
     def prefilling_tokens(self) -> int:
-        """Of those that are prefilled."""
-        return self._batch.filling
+        """Context of the requests in the prefill queue."""
+        return self._scheduler.filling
 
     @property
     def kv_total(self) -> int:
-        return self._batch.pool.capacity * self._batch.pool.block
+        return self._scheduler.pool.capacity * self._scheduler.pool.block
 
     @property
     def kv_used(self) -> int:
-        return self._batch.pool.used * self._batch.pool.block
+        return self._scheduler.pool.used * self._scheduler.pool.block
 
     @property
     def kv_free(self) -> int:
         return self.kv_total - self.kv_used
 
-    def load(self, now: float) -> Load:
+    def load(self, now: float) -> InstanceLoad:
         """The state at the last boundary up to ``now``, in constant time; call ``advance(now)`` first."""
-        steps = self._steps_done(now)
-        if not steps:
-            return self.load_at_last_step()
-        pool, running = self._batch.pool, self._batch.running
-        grown_kv = pool.growth(self._batch.step, steps, running) * pool.block
-        return Load(
-            running=running,
-            prefilling=self.prefilling,
-            waiting=self.waiting,
-            context_tokens=self.context_tokens + running * steps,
-            kv_used=self.kv_used + grown_kv,
-            kv_free=self.kv_free - grown_kv,
-            generated_tokens=self.generated_tokens + running * steps,
-            prefilled_tokens=self.prefilled_tokens + (self._chunk.tokens * steps if self._chunk else 0),
-        )
+        return self._load_after(self._steps_done(now))
 
-    def load_at_last_step(self) -> Load:
-        """The state at the boundary where somebody last joined or left: a little old, and very cheap."""
-        return Load(
+    def load_at_last_step(self) -> InstanceLoad:
+        """The state at the boundary where a request last joined or left: a little old, and very cheap."""
+        return self._load_after(0)
+
+    def _load_after(self, steps: int) -> InstanceLoad:
+        """The state after this many steps of the segment."""
+        pool, made = self._scheduler.pool, self.running * steps
+        grown_kv = pool.growth(self._scheduler.step, steps, self.running) * pool.block if steps else 0
+        return InstanceLoad(
             running=self.running,
             prefilling=self.prefilling,
             waiting=self.waiting,
-            context_tokens=self.context_tokens,
-            kv_used=self.kv_used,
-            kv_free=self.kv_free,
-            generated_tokens=self.generated_tokens,
-            prefilled_tokens=self.prefilled_tokens,
+            context_tokens=self.context_tokens + made,
+            kv_used=self.kv_used + grown_kv,
+            kv_free=self.kv_free - grown_kv,
+            generated_tokens=self.generated_tokens + made,
+            prefilled_tokens=self.prefilled_tokens + (self._chunk.tokens * steps if self._chunk else 0),
         )
 
     def progress(self, now: float) -> Iterator[tuple[str, int]]:
         """Name and generated tokens of each request, in the order of submission; otherwise as ``load``."""
-        step = self._batch.step + self._steps_done(now)
-        for name, seat in self._batch.seats.items():
+        step = self._scheduler.step + self._steps_done(now)
+        for name, seat in self._scheduler.seats.items():
             request = seat.request
             yield name, request.generated if seat.end < 0 else request.target - (seat.end - step)
 
     def generated(self, name: str, now: float) -> int:
         """The generated tokens of one request that is here; otherwise as ``load``."""
-        seat = self._batch.seats[name]
+        seat = self._scheduler.seats[name]
         request = seat.request
         if seat.end < 0:
             return request.generated
-        return request.target - (seat.end - self._batch.step - self._steps_done(now))
+        return request.target - (seat.end - self._scheduler.step - self._steps_done(now))
 
-    def requests(self) -> list[Request]:
-        """In the order of submission; what they have generated may be out of date."""
-        return [seat.request for seat in self._batch.seats.values()]
+    def requests(self) -> list[SimRequest]:
+        """All requests, in the order of submission; ``generated`` may be out of date."""
+        return [seat.request for seat in self._scheduler.seats.values()]
 
     # Segments.
 
     def _plan(self) -> None:
-        """Admit and preempt at this boundary, then find how many steps it takes until somebody joins or leaves."""
+        """Admit and preempt at this boundary, then find how many steps there are until a request joins or leaves."""
         self._planned = True
-        batch, pool = self._batch, self._batch.pool
+        scheduler, pool = self._scheduler, self._scheduler.pool
         self._count, self._end, self._chunk = 0, math.inf, None
         if not self.paused:
             limits: list[int] = []
-            if batch.waiting:
-                if self._at > self._preempted_at or not batch.admitted:
-                    batch.admit(self.max_running)
+            if scheduler.waiting:
+                if self._at > self._preempted_at or not scheduler.admitted:
+                    scheduler.admit(self.max_running)
                 else:
                     limits.append(1)  # the next boundary may admit again
-            while pool.overfull(batch.step):
-                batch.preempt()
+            while pool.overfull(scheduler.step):
+                scheduler.preempt()
                 self._preempted_at = self._at
                 self.preemptions += 1
-            if batch.prefill:
-                self._chunk = batch.chunk(self.chunk)
+            if scheduler.prefill:
+                self._chunk = scheduler.chunk(self.chunk)
                 limits.append(self._chunk.steps)
-            if batch.running:
-                limits.append(batch.next_end() - batch.step)
-            if batch.admitted:
-                self._count = pool.steps(batch.step, min(limits), batch.running)
+            if scheduler.running:
+                limits.append(scheduler.next_end() - scheduler.step)
+            if scheduler.admitted:
+                self._count = pool.steps(scheduler.step, min(limits), scheduler.running)
                 self._end = self._boundary(self._count)
         self._cut, self._due = self._count, self._end
         if self._commands:
             self._cut_at(self._commands[0][0])
 
-    def _move(self, events: list[Event]) -> None:
+    def _move(self, events: list[InstanceEvent]) -> None:
         """Leave the segment where it is cut."""
         self._planned = False
         start, self._at = self._at, self._due
         count = self._cut
         if not count:
             return
-        batch, chunk = self._batch, self._chunk
+        scheduler, chunk = self._scheduler, self._chunk
         self.segments += 1
         self.busy_seconds += self._at - start
-        self.generated_tokens += batch.running * count
+        self.generated_tokens += scheduler.running * count
         if chunk:
             self.prefilled_tokens += chunk.tokens * count
-            self.prefill_seconds += (
-                self.cost.per_prefill_token * chunk.tokens * count / self.speed if batch.running else self._at - start
-            )
             if chunk.partial:
                 chunk.partial.left = chunk.left - chunk.taken * count
-        batch.go(count)
-        for request in batch.finish():
+        scheduler.go(count)
+        for request in scheduler.finish():
             events.append(Finished(request, self._at))
         if chunk and chunk.filled:
-            batch.join(chunk.filled)
+            scheduler.join(chunk.filled)
         self._chunk = None
 
     def _boundary(self, count: int) -> float:
         """The time after ``count`` steps of the segment: the one formula for all its boundaries."""
-        batch, chunk = self._batch, self._chunk
-        return (
-            self._at + self.cost.steps(count, batch.running, batch.context, chunk.tokens if chunk else 0) / self.speed
-        )
+        scheduler, prefilled = self._scheduler, self._chunk.tokens if self._chunk else 0
+        return self._at + self.cost.steps(count, scheduler.running, scheduler.context, prefilled) / self.speed
 
     def _first_at(self, time: float) -> int:
         """The first boundary of the segment at or after ``time``, which lies between its start and its end."""
-        batch, chunk = self._batch, self._chunk
-        square = self.cost.per_context_token * batch.running / 2  # i steps take square * i**2 + linear * i
-        linear = self.cost.step(batch.running, batch.context, chunk.tokens if chunk else 0) - square
+        scheduler, chunk = self._scheduler, self._chunk
+        square = self.cost.per_context_token * scheduler.running / 2  # i steps take square * i**2 + linear * i
+        linear = self.cost.step(scheduler.running, scheduler.context, chunk.tokens if chunk else 0) - square
         seconds = (time - self._at) * self.speed
         count = math.ceil(2 * seconds / (linear + math.sqrt(linear * linear + 4 * square * seconds)))
         count = min(count, self._count)
@@ -361,37 +347,37 @@ class Instance:
             raise ValueError(f"time {now} is before {self._clock}, which came earlier; give times in order")
         self._clock = now
 
-    def _command(self, now: float, act: Callable[[Any, list[Event]], None], what: Any) -> None:
+    def _command(self, now: float, act: Callable[[Any, list[InstanceEvent]], None], what: Any) -> None:
         if self._planned and not self._commands:
             self._cut_at(now)
         self._commands.append((now, act, what))
 
-    def _enqueue(self, seat: Seat, _: list[Event]) -> None:
-        self._batch.waiting[seat] = None
+    def _enqueue(self, seat: Seat, _: list[InstanceEvent]) -> None:
+        self._scheduler.waiting[seat] = None
 
-    def _remove(self, names: tuple[str, ...], events: list[Event]) -> None:
-        batch = self._batch
+    def _remove(self, names: tuple[str, ...], events: list[InstanceEvent]) -> None:
+        scheduler = self._scheduler
         for name in names:
-            seat = batch.seats.get(name)
-            if seat in batch.waiting:
-                del batch.waiting[seat]
-            elif seat in batch.admitted:
-                batch.release(seat)
+            seat = scheduler.seats.get(name)
+            if seat in scheduler.waiting:
+                del scheduler.waiting[seat]
+            elif seat in scheduler.admitted:
+                scheduler.release(seat)
             else:
                 continue  # not here, or submitted by a later command
-            batch.forget(seat)
+            scheduler.forget(seat)
             events.append(Interrupted(seat.request, self._at))
 
-    def _stop(self, _: None, events: list[Event]) -> None:
+    def _stop(self, _: None, events: list[InstanceEvent]) -> None:
         self.paused = True
         events.append(Paused(self._at))
 
-    def _restart(self, _: None, __: list[Event]) -> None:
+    def _restart(self, _: None, __: list[InstanceEvent]) -> None:
         if self.paused:
             self.paused = False
-            self._batch.invalidate()
+            self._scheduler.invalidate()
 
-    def _change_speed(self, factor: float, _: list[Event]) -> None:
+    def _change_speed(self, factor: float, _: list[InstanceEvent]) -> None:
         self.speed = factor
 
 

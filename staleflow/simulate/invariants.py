@@ -10,7 +10,7 @@ from staleflow.simulate.disk import FAULT
 
 
 class BrokenInvariantError(AssertionError):
-    """A promise was broken; the message says which, when and by whom."""
+    """An invariant does not hold; the message says which one and when."""
 
 
 def watch(cluster: Cluster, every: int = 64) -> None:
@@ -34,10 +34,10 @@ def check_all(cluster: Cluster, versions: dict[tuple[str, int], int] | None = No
 
 
 def _check_end(cluster: Cluster) -> None:
-    """Nothing is admitted, routed or reported once the last version is made: what a checkpoint holds is that moment."""
+    """Nothing is admitted, routed or reported after the last version is made: a checkpoint holds that moment."""
     kinds = [event[0] for event in cluster.journal.events if event[0] != FAULT]
     if late := kinds[::-1][: kinds[::-1].index("commit")] if "commit" in kinds else []:
-        raise _broken(cluster, f"the last version is made, and then came {', '.join(reversed(late))}")
+        raise _broken(cluster, f"after the last version was made came {', '.join(reversed(late))}")
 
 
 def _check_training(cluster: Cluster) -> None:
@@ -78,7 +78,7 @@ def _check_tokens(cluster: Cluster) -> None:
 def _check_groups(cluster: Cluster) -> None:
     """Every prompt that was drawn is trained once, live, owed or given up; ledger and server know the same groups."""
     if cluster.down or len(cluster.outbox):
-        return  # the recorder has not been told of everything that the server knew
+        return  # the recorder does not know everything that the server knew
     server = cluster.control.server
     repeated = [prompt for prompt, times in cluster.recorder.trained_prompts.items() if times > 1]
     if repeated:

@@ -1,9 +1,9 @@
-"""Who is on a simulated instance, and the key/value cache they hold: counted in blocks, never token by token.
+"""The requests on a simulated instance and their key/value cache, counted in blocks, never token by token.
 
-``Batch`` is an instance at a step boundary, without time: who waits, who prefills, who runs. A request owns the
+``SimScheduler`` is an instance at a step boundary, without time: what waits, prefills and runs. A request owns the
 blocks of its context past the shared part of its prompt; that part, the whole blocks of the prompt, is held once for
 all members of a group. A running sequence takes a new block once in ``block`` steps, so ``KvPool`` only counts the
-running sequences by the step (modulo ``block``) at which they do, and knows what any number of steps will take::
+running sequences by the step (modulo ``block``) in which they do, and knows what any number of steps takes::
 
     pool.hold(group, context); pool.start(step, context)     # admitted; then decoding
     pool.growth(step, 5_000, running=40)                     # blocks that 5,000 steps take: a sum over a slice
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 @dataclass(slots=True)
-class Request:
+class SimRequest:
     """One trajectory to generate. ``generated`` is brought up to date when the request leaves the instance."""
 
     name: str
@@ -28,7 +28,7 @@ class Request:
     epoch: int = 0
 
 
-class Group:
+class PromptGroup:
     """Requests with one prompt on one instance: how many are here, are admitted, and have been prefilled."""
 
     __slots__ = ("admitted", "blocks", "present", "prompt", "ready")
@@ -46,14 +46,14 @@ class Seat:
 
     __slots__ = ("end", "group", "left", "request")
 
-    def __init__(self, request: Request, group: Group) -> None:
+    def __init__(self, request: SimRequest, group: PromptGroup) -> None:
         self.request = request
         self.group = group
         self.left = 0  # tokens still to prefill, once the prefill has begun
         self.end = -1  # the step at whose end it finishes, while it runs
 
 
-class Chunk(NamedTuple):
+class PrefillSteps(NamedTuple):
     """The prefill of ``steps`` equal steps, of ``tokens`` each.
 
     ``filled`` are those whose prefill the (then only) step completes; ``partial`` starts with ``left`` tokens to
@@ -79,20 +79,20 @@ class KvPool:
         self.used = 0
         self._turns = [0] * block  # running sequences that take a block in step s, by s modulo block
 
-    def fits(self, group: Group, context: int) -> bool:
+    def fits(self, group: PromptGroup, context: int) -> bool:
         """Whether a request of ``group`` can be admitted: room for its context and for one token more."""
         need = context // self.block + 1
         if group.admitted:
             need -= group.blocks
         return self.used + need <= self.capacity
 
-    def hold(self, group: Group, context: int) -> None:
+    def hold(self, group: PromptGroup, context: int) -> None:
         self.used -= -context // self.block
         if group.admitted:
             self.used -= group.blocks
         group.admitted += 1
 
-    def free(self, group: Group, context: int) -> None:
+    def free(self, group: PromptGroup, context: int) -> None:
         group.admitted -= 1
         self.used += -context // self.block
         if group.admitted:
@@ -138,7 +138,7 @@ class KvPool:
         return limit
 
 
-class Batch:
+class SimScheduler:
     """Invariant: a seat is in ``waiting`` or in ``admitted``, or its arrival has not been applied yet."""
 
     def __init__(self, capacity: int, block: int) -> None:
@@ -151,11 +151,11 @@ class Batch:
         self.waiting: OrderedDict[Seat, None] = OrderedDict()
         self.admitted: dict[Seat, None] = {}  # in the order of admission
         self.prefill: OrderedDict[Seat, None] = OrderedDict()  # in the same order
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, PromptGroup] = {}
         self._ends: list[tuple[int, int, Seat]] = []  # heap; an entry is stale unless it holds its seat's end
         self._joins = 0
 
-    def seat(self, request: Request) -> Seat:
+    def seat(self, request: SimRequest) -> Seat:
         """Make a seat, not yet in the queue; refuse a request that could never finish here."""
         pool = self.pool
         total = request.prompt + request.target
@@ -173,7 +173,7 @@ class Batch:
             raise ValueError(f"request {request.name} is already here; interrupt it before it is submitted again")
         group = self._groups.get(request.group)
         if group is None:
-            group = self._groups[request.group] = Group(request.prompt, pool.block)
+            group = self._groups[request.group] = PromptGroup(request.prompt, pool.block)
         elif group.prompt != request.prompt:
             raise ValueError(
                 f"request {request.name}: prompt is {request.prompt} tokens, but group {request.group} has "
@@ -230,11 +230,11 @@ class Batch:
         pool.free(group, context)
         del self.admitted[seat]
 
-    def chunk(self, size: int) -> Chunk:
+    def chunk(self, size: int) -> PrefillSteps:
         """What the coming steps prefill, up to the first that completes a prefill; the queue must not be empty."""
         budget = size
         filled: list[Seat] = []
-        fresh: set[Group] = set()  # prefilled earlier in this same chunk
+        fresh: set[PromptGroup] = set()  # prefilled earlier in this same chunk
         for seat in self.prefill:
             group = seat.group
             left = seat.left
@@ -245,13 +245,13 @@ class Batch:
                 left = left or 1  # the last token is always computed: its output is the next one
             if left > budget:
                 steps = 1 if filled else (left - 1) // size
-                return Chunk(size, steps, filled, seat, left, budget)
+                return PrefillSteps(size, steps, filled, seat, left, budget)
             budget -= left
             filled.append(seat)
             if not budget:
                 break
             fresh.add(group)
-        return Chunk(size - budget, 1, filled, None, 0, 0)
+        return PrefillSteps(size - budget, 1, filled, None, 0, 0)
 
     def next_end(self) -> int:
         """The step at whose end the next running request finishes; one must be running."""
@@ -261,16 +261,16 @@ class Batch:
         return ends[0][0]
 
     def go(self, count: int) -> None:
-        """Make ``count`` steps, during which nobody joins or leaves."""
+        """Make ``count`` steps, during which no request joins or leaves."""
         running = self.running
         if running:
             self.pool.used += self.pool.growth(self.step, count, running)
             self.context += running * count
         self.step += count
 
-    def finish(self) -> list[Request]:
-        """Those that have reached their target leave, in the order of admission."""
-        finished: list[Request] = []
+    def finish(self) -> list[SimRequest]:
+        """Requests that have reached their target leave, in the order of admission."""
+        finished: list[SimRequest] = []
         ends, step = self._ends, self.step
         while ends and ends[0][0] == step:
             seat = heappop(ends)[2]
@@ -281,7 +281,7 @@ class Batch:
         return finished
 
     def join(self, filled: list[Seat]) -> None:
-        """Those whose prefill is complete decode from the next step on."""
+        """Requests whose prefill is complete decode from the next step on."""
         step = self.step
         for seat in filled:
             request = seat.request
@@ -298,7 +298,7 @@ class Batch:
         self.running += len(filled)
 
     def invalidate(self) -> None:
-        """The cache is void: everyone admitted is prefilled again."""
+        """The cache is void: every admitted request is prefilled again."""
         for seat in self.admitted:
             if seat.end >= 0:
                 seat.request.generated = seat.request.target - (seat.end - self.step)

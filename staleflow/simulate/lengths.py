@@ -1,6 +1,6 @@
 """Length distributions, each as its quantile function: ``quantile(u)`` rises with ``u`` in (0, 1) and is positive.
 
-Lengths are real numbers here; ``Workload`` scales, caps and rounds them. A distribution that cannot be is refused
+Lengths are real numbers here; ``Workload`` scales, caps and rounds them. An impossible distribution is refused
 when it is made, with a ``ConfigError`` that says what to write instead.
 
     Lognormal.from_mean(1500, cv=1.5).quantile(0.5)   # the median
@@ -100,7 +100,7 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True)
 class PowerLaw:
-    """P(length > x) = (x / minimum) ** -tail. Below ``tail`` 2 the variance, below 1 the mean hangs on the cap."""
+    """P(length > x) = (x / minimum) ** -tail. Below ``tail`` 2 the variance, below 1 the mean depends on the cap."""
 
     minimum: float
     tail: float
@@ -168,6 +168,6 @@ def servegen_r1_output() -> QuantileTable:
 
 
 def read_table(lines: Iterable[str]) -> QuantileTable:
-    """From CSV with the columns ``probability`` and ``tokens``."""
+    """Read a table from CSV with the columns ``probability`` and ``tokens``."""
     rows = [(float(row["probability"]), float(row["tokens"])) for row in csv.DictReader(lines)]
     return QuantileTable(tuple(p for p, _ in rows), tuple(tokens for _, tokens in rows))

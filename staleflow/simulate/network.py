@@ -1,7 +1,7 @@
-"""The network between the control plane and the instances. It loses nothing for good, but it may be late.
+"""The network between the control plane and the instances. It never loses a message for good, but may be late.
 
-Messages arrive at once, until there is trouble. In trouble a message may be delayed (so that a later one overtakes it),
-delivered twice, or lost and sent again after ``RETRY_S``, as a transport that resends does.
+Messages arrive at once, except in times of trouble: then a message may be delayed (so that a later one overtakes it),
+delivered twice, or lost and sent again after ``RETRY_S``, as by a transport that resends.
 """
 
 from collections.abc import Callable

@@ -12,7 +12,7 @@ from typing import Any
 
 from staleflow.protocol import Ledger, StalenessLedger
 from staleflow.runtime.control import ControlPlane
-from staleflow.simulate.setting import Setting
+from staleflow.simulate.setting import Setting, with_strategies
 
 RESHARD_S = 15.0
 """Assumed: what colocated GPUs need in each step to change from rollout to training and back."""
@@ -26,15 +26,15 @@ class Policy:
     ledger: Callable[[int, int, int], Ledger] = StalenessLedger
     control: type[ControlPlane] = ControlPlane
     strategies: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What it fixes; the rest is the setting's."""
+    """Strategies that it fixes; the others are the setting's."""
     colocated: bool = False
     """All GPUs generate, then all train."""
     most_staleness: int | None = None
-    """It uses no more of the bound than this."""
+    """The largest bound that it uses."""
 
     def fit(self, setting: Setting) -> Setting:
         """The setting as this policy runs it."""
-        setting = replace(setting, strategies=replace(setting.strategies, **self.strategies))
+        setting = with_strategies(setting, **self.strategies)
         if not self.colocated:
             return setting
         gpus = setting.gpus

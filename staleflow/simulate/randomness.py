@@ -42,7 +42,7 @@ class Keyed:
         return int.from_bytes(hasher.digest(), "little")
 
     def uniform(self, stream: str, *key: Key) -> float:
-        """In the open interval (0, 1), so that any quantile function may be applied to it."""
+        """A number in the open interval (0, 1), so that any quantile function may be applied to it."""
         # 52 bits, not 53: the largest value is then 1 - 2**-53, which a float can hold without rounding to 1.
         return ((self.bits(stream, *key) >> 12) + 0.5) * _STEP
 

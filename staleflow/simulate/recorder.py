@@ -1,7 +1,7 @@
 """What a simulated run did, counted from the tokens' own version stamps and never from what the ledger believes.
 
-Every token is followed from the engine that made it to its end. ``left`` tells how many tokens an engine made for a
-trajectory before it left; they are *made* until the trajectory is trained or given up. So at any moment::
+Every token is followed from the engine that made it to its end. ``left`` gets how many tokens an engine made for a
+trajectory that leaves it; they are *made* until the trajectory is trained or given up. So at any moment::
 
     generated = trained + wasted (by cause) + made + on engines
 """
@@ -13,7 +13,7 @@ from staleflow.servers.lifecycle import Group, Trajectory
 
 
 @dataclass(slots=True)
-class Step:
+class TrainedStep:
     """One trained step."""
 
     step: int
@@ -26,7 +26,7 @@ class Step:
 @dataclass(slots=True)
 class Recorder:
     bound: int
-    steps: list[Step] = field(default_factory=list[Step])
+    steps: list[TrainedStep] = field(default_factory=list[TrainedStep])
     token_staleness: Counter[int] = field(default_factory=Counter[int])
     group_staleness: Counter[int] = field(default_factory=Counter[int])
     wasted: Counter[str] = field(default_factory=Counter[str])
@@ -37,10 +37,10 @@ class Recorder:
     """Trained groups that hold a token older than the bound allows."""
     made: dict[str, int] = field(default_factory=dict[str, int])
     _ended: dict[str, str] = field(default_factory=dict[str, str])
-    """Why trajectories ended that an engine may still hold."""
+    """Reasons of trajectories that have ended while an engine may still hold them."""
 
     def left(self, name: str, tokens: int) -> None:
-        """An engine made so many tokens for the trajectory and holds it no more."""
+        """The trajectory left an engine that had made ``tokens`` for it."""
         if name in self._ended:
             self.wasted[self._ended.pop(name)] += tokens
         else:
@@ -66,7 +66,7 @@ class Recorder:
                 self._ended[member.name] = "too late"
             self.group_staleness[step - oldest] += 1
             self.violations += step - oldest > self.bound
-        self.steps.append(Step(step, time, tokens, prompt_tokens, lengths))
+        self.steps.append(TrainedStep(step, time, tokens, prompt_tokens, lengths))
 
     def aborted(self, trajectory: Trajectory, reason: str) -> None:
         self.wasted[reason] += self.made.pop(trajectory.name, 0)

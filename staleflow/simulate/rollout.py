@@ -1,8 +1,8 @@
 """The host of a rollout worker under simulation: the production worker over a modelled engine, on the virtual loop.
 
 What a worker does is in ``staleflow/workers/rollout.py``. Here is what a process and its machine do to it: it works
-when its engine is due, loads weights for as long as that takes, and can crash, hang, slow down and start again.
-Messages that come while it hangs wait, as they do in the socket of a process that hangs.
+when its engine is due, takes time to load weights, and can crash, hang, slow down and start again. Messages wait
+while it hangs, as in the socket of a process that hangs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SimRollout:
         self.pull_seconds = 0.0
         self.born = loop.now
         self.down_seconds = 0.0
-        """Dead or hung, as far as it has come back."""
+        """Seconds in which it was dead or hung; those of a death count once it is back."""
         self._loop = loop
         self._weights = weights
         self._report = report
@@ -44,7 +44,7 @@ class SimRollout:
         self._mail: list[Command] = []
         self._pull_began: float | None = None
         self._fetched = -1
-        """The version that is being loaded or was loaded last."""
+        """The version that is being loaded, or was loaded last."""
         self._armed = math.inf
         self._last: Heard | None = None
         self._news = True
@@ -52,7 +52,7 @@ class SimRollout:
         self._start(0)
 
     def _start(self, incarnation: int) -> None:
-        self.worker = RolloutWorker(self.name, self.engine, self, requested, incarnation)
+        self.worker = RolloutWorker(self.name, self.engine, self, modelled_request, incarnation)
         self._pull_began, self._fetched, self._mail, self._news = None, -1, [], True
 
     @property
@@ -75,7 +75,7 @@ class SimRollout:
         elif self.up:
             self.engine.now = self._loop.now
             self.worker.hear(command)
-            self._go_on()
+            self._continue()
 
     def heard(self) -> Heard:
         now, last = self._loop.now, self._last
@@ -105,7 +105,7 @@ class SimRollout:
         report = self.worker.report(everything=True)
         self.engine.behind = 0
         if report is not None:
-            self._tell(report)
+            self._send_report(report)
 
     # What is counted
 
@@ -157,7 +157,7 @@ class SimRollout:
         mail, self._mail = self._mail, []
         for command in mail:
             self.worker.hear(command)
-        self._go_on()
+        self._continue()
 
     def slow_down(self, factor: float) -> None:
         if self.up:
@@ -172,27 +172,27 @@ class SimRollout:
             self._work()
 
     def _work(self) -> None:
-        """Let the worker make the steps that are due."""
+        """Make the steps that are due."""
         self.engine.now = self._loop.now
         while self.engine.due <= self._loop.now:
             self.worker.step()
-        self._go_on()
+        self._continue()
 
-    def _go_on(self) -> None:
-        """Begin to load weights if the worker is to, and tell what there is to tell."""
+    def _continue(self) -> None:
+        """Load weights if the worker is to pull, and send its report if there is one."""
         self._news = True
         worker, engine = self.worker, self.engine
         if not self.hung:
             while worker.pulling is not None and worker.pulling <= engine.version:
-                worker.pull()  # it is there
+                worker.pull()  # the version is already loaded
             if worker.pulling is not None:
                 self._load()
             if (report := worker.report()) is not None:
-                self._tell(report)
+                self._send_report(report)
         self._arm()
 
     def _load(self) -> None:
-        """Weights change between two steps: the present one is made to its end."""
+        """Weights change between two steps: the present step is completed first."""
         if self._pull_began is None:
             self._pull_began, self._fetched = self._loop.now, -1
             self.engine.pause()
@@ -208,7 +208,7 @@ class SimRollout:
         self.pull_seconds += self._loop.now - self._pull_began
         self._pull_began, self.engine.now = None, self._loop.now
         self.worker.pull()
-        self._go_on()
+        self._continue()
 
     def pull(self, into: Mapping[str, Any], at_least: int) -> int:  # noqa: ARG002
         """The weights that were fetched: ``WeightSource`` of the worker."""
@@ -220,12 +220,12 @@ class SimRollout:
             self._armed = due
             self._loop.at(max(due, self._loop.now), self._fire, due)
 
-    def _tell(self, report: Report) -> None:
+    def _send_report(self, report: Report) -> None:
         self._news, self._last = False, Heard(self._loop.now, report.incarnation, report.applied, report.state)
         self._report(report)
 
 
-def requested(work: Work) -> Request:
-    """What the modelled engine is asked for: it needs to know how many tokens there are, not which."""
+def modelled_request(work: Work) -> Request:
+    """A request for the modelled engine, which needs to know how many tokens there are, not which."""
     prompt, tokens = range(work.prompt_tokens), range(token_count(work.spans))
     return Request(work.trajectory, work.epoch, prompt, tokens, (), work.spans, work.group, TO_THE_END)

@@ -1,4 +1,4 @@
-"""What is simulated: a flat, frozen value made from the configuration, which changes quickly from trial to trial.
+"""What is simulated: a flat, frozen value made from the configuration, easy to vary from trial to trial.
 
 setting = setting_of(load("run.yaml"), "run.yaml")
 preset("paper-14b", "lengths=long")                 # the same of a preset, with changes
@@ -63,7 +63,7 @@ class Setting:
     gpus_per_instance: int
     training_gpus: int
     rollout: CostModel
-    """What engine steps cost."""
+    """Cost of engine steps."""
     kv_tokens: int
     max_running: int
     prefill_tokens: int
@@ -89,7 +89,7 @@ class Setting:
         return TrainerCost(self.trainer_per_token_gpu_s / self.training_gpus, self.trainer_fixed_s, self.push_s)
 
     def check(self) -> None:
-        """Any trajectory must fit an empty instance as long as it may get, and be routable until then."""
+        """Refuse a setting whose longest trajectory does not fit an empty instance, or could not be routed there."""
         longest, headroom = self.longest(), self.strategies.headroom
         blocks = -(-(longest + headroom) // BLOCK)
         if self.kv_tokens // BLOCK < blocks:
@@ -114,7 +114,7 @@ class Setting:
 
 
 def setting_of(config: Config, name: str, source: Source | None = None) -> Setting:
-    """What the configuration asks to simulate. ``source``: lengths that are known otherwise."""
+    """The setting that the configuration describes. ``source``: lengths that are known otherwise."""
     if config.filter not in ("none", "no-signal"):
         raise ConfigError(f"filter={config.filter} cannot be simulated: give none or no-signal")
     sections = (config, config.rollout, config.cluster)
@@ -192,7 +192,7 @@ def with_split(setting: Setting, training_gpus: int) -> Setting:
 
 
 def with_gpus(setting: Setting, gpus: int, given: Set[str]) -> Setting:
-    """The setting on another number of GPUs. What is given of its two parts stays; otherwise their proportion does."""
+    """The setting on another number of GPUs. Parts in ``given`` keep their size; otherwise the proportion stays."""
     size = setting.gpus_per_instance
     if gpus < size + 1:
         raise ConfigError(f"--gpus {gpus} are too few for an instance of {size} and a trainer: give {size + 1} or more")

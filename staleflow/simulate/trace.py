@@ -1,8 +1,8 @@
 """Recorded lengths, replayed in file order: one group of rows for each prompt, from the start again at the end.
 
 A trace is a CSV file (``.csv`` or ``.csv.gz``) with the columns ``prompt_tokens`` and ``output_tokens`` and, where
-several rows are samples of one prompt, ``group``. Whatever is wrong with it is told in one line: file, line, column,
-the value seen and what to write instead.
+several rows are samples of one prompt, ``group``. Mistakes are reported in one line: file, line, column, the value
+seen and what to write instead.
 
     trace = read_trace("lengths.csv", group_size=16)
     trace.length(prompt=0, sample=3, attempt=0)
@@ -24,7 +24,7 @@ PROMPT_NAMES = ("prompt_tokens", "input_tokens", "ContextTokens")
 OUTPUT_NAMES = ("output_tokens", "GeneratedTokens")
 MOST_TOKENS = 1_000_000_000
 
-Row = tuple[tuple[str, ...], int, int, int]
+Record = tuple[str | None, int, int, int]
 """Group, prompt tokens, output tokens, line number."""
 
 
@@ -64,24 +64,12 @@ class Trace:
         return self
 
 
-def read_trace(
-    path: str | Path,
-    *,
-    group_size: int = 16,
-    group_by: tuple[str, ...] = (),
-    output_column: str = "",
-    prompt_tokens: int | None = None,
-) -> Trace:
-    """Rows with the same ``group`` are samples of one prompt; without that column, ``group_size`` rows in a row are.
-
-    For files that name things otherwise: ``group_by`` are the columns that together name a prompt, ``output_column``
-    holds the output lengths, and ``prompt_tokens`` is the length of every prompt where the file has none.
-    """
+def read_trace(path: str | Path, group_size: int = 16) -> Trace:
+    """Rows with the same ``group`` are samples of one prompt; without that column, ``group_size`` rows in a row are."""
     require(group_size >= 1, "group_size", group_size, "a whole number from 1 upwards")
-    require(prompt_tokens is None or prompt_tokens >= 1, "prompt_tokens", prompt_tokens, "a number from 1 upwards")
     file = _File(Path(path))
     try:
-        rows = list(file.rows(group_by, (output_column,) if output_column else OUTPUT_NAMES, prompt_tokens))
+        rows = list(file.rows())
     except csv.Error as cause:
         raise file.error(f"is not CSV ({cause}): write the path of a .csv or .csv.gz trace") from None
     if not rows:
@@ -89,22 +77,21 @@ def read_trace(
     return _by_name(file, rows) if rows[0][0] else _consecutive(rows, group_size)
 
 
-def _by_name(file: "_File", rows: list[Row]) -> Trace:
-    prompts: dict[tuple[str, ...], int] = {}
-    outputs: dict[tuple[str, ...], list[int]] = {}
+def _by_name(file: "_File", rows: list[Record]) -> Trace:
+    prompts: dict[str | None, int] = {}
+    outputs: dict[str | None, list[int]] = {}
     for group, prompt, output, line in rows:
         if prompts.setdefault(group, prompt) != prompt:
-            name = "/".join(group)
             raise file.error(
-                f"line {line}: group {shown(name)} has prompt_tokens {prompt} here and {prompts[group]} before: "
+                f"line {line}: group {shown(group)} has prompt_tokens {prompt} here and {prompts[group]} before: "
                 "rows of a group share one prompt, so write the same number or another group"
             )
         outputs.setdefault(group, []).append(output)
     return Trace(tuple(prompts.values()), tuple(tuple(lengths) for lengths in outputs.values()))
 
 
-def _consecutive(rows: list[Row], group_size: int) -> Trace:
-    """The first row of each group gives the prompt: such files record requests, which share none."""
+def _consecutive(rows: list[Record], group_size: int) -> Trace:
+    """The first row of each group gives the prompt: such files record requests that share no prompt."""
     groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
     return Trace(tuple(group[0][1] for group in groups), tuple(tuple(row[2] for row in group) for group in groups))
 
@@ -116,35 +103,26 @@ class _File:
     def error(self, problem: str) -> ConfigError:
         return ConfigError(f"{self.path}: {problem}")
 
-    def rows(
-        self, group_by: tuple[str, ...], output_names: tuple[str, ...], prompt_tokens: int | None
-    ) -> Iterator[Row]:
+    def rows(self) -> Iterator[Record]:
         reader = csv.DictReader(self._lines())
         header = [name.strip() for name in reader.fieldnames or ()]
         if not header:
             raise self.error("the file is empty: write a header line prompt_tokens,output_tokens and then the rows")
         reader.fieldnames = header
-        output = self._column(header, output_names)
-        prompt = (
-            self._column(header, PROMPT_NAMES, " or give prompt_tokens, one number for all")
-            if prompt_tokens is None
-            else ""
-        )
-        groups = [self._column(header, (name,)) for name in group_by] or [name for name in header if name == "group"]
+        output, prompt = self._column(header, OUTPUT_NAMES), self._column(header, PROMPT_NAMES)
         for row in reader:
             line = reader.line_num
             if None in row:
                 raise self.error(f"line {line}: more values than the {len(header)} columns: write 1024, not 1,024")
-            tokens = prompt_tokens or self._tokens(line, prompt, row[prompt])
-            group = tuple(self._group(line, name, row[name]) for name in groups)
-            yield group, tokens, self._tokens(line, output, row[output]), line
+            group = self._group(line, row["group"]) if "group" in header else None
+            yield group, self._tokens(line, prompt, row[prompt]), self._tokens(line, output, row[output]), line
 
-    def _column(self, header: list[str], names: tuple[str, ...], otherwise: str = "") -> str:
+    def _column(self, header: list[str], names: tuple[str, ...]) -> str:
         for name in names:
             if name in header:
                 return name
         seen = shown(",".join(header))
-        raise self.error(f"line 1: no column {names[0]}, only {seen}: name it {names[0]} in the header{otherwise}")
+        raise self.error(f"line 1: no column {names[0]}, only {seen}: name it {names[0]} in the header")
 
     def _tokens(self, line: int, column: str, text: str | None) -> int:
         digits = (text or "").strip()
@@ -153,9 +131,9 @@ class _File:
         seen = f"is {shown(digits)}" if digits else "is missing"
         raise self.error(f"line {line}: {column} {seen}: write a whole number of tokens from 1 to {MOST_TOKENS}")
 
-    def _group(self, line: int, column: str, text: str | None) -> str:
+    def _group(self, line: int, text: str | None) -> str:
         if not text or not text.strip():
-            raise self.error(f"line {line}: {column} is missing: write the name of the prompt the row belongs to")
+            raise self.error(f"line {line}: group is missing: write the name of the prompt the row belongs to")
         return text.strip()
 
     def _lines(self) -> Iterator[str]:

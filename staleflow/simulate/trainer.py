@@ -1,4 +1,4 @@
-"""The trainer under simulation: so many seconds a token, an update, and a push before a version can be served."""
+"""The trainer under simulation: seconds for each token, an update, and a push before a version can be served."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from staleflow.simulate.weights import SimWeights
 @dataclass(frozen=True, slots=True)
 class TrainerCost:
     per_token_s: float
-    """For each prompt and output token, on all training GPUs together."""
+    """Seconds for each prompt and output token, on all training GPUs together."""
     fixed_s: float = 0.0
-    """For each step: the optimiser's update."""
+    """Seconds for each step: the optimiser's update."""
     push_s: float = 0.0
 
     def train_s(self, tokens: float) -> float:
@@ -21,7 +21,7 @@ class TrainerCost:
 
 
 class SimTrainer:
-    """Trains what it is fed in the order it comes. ``reason`` names, when it runs dry, what it waits for."""
+    """Trains groups in the order in which they are fed. ``reason`` names what it waits for when it runs dry."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class SimTrainer:
         self._reason = reason
         self._free_at = 0.0
         self._dry: tuple[float, str] | None = (0.0, "start")
-        self._life = 0
+        self._resets = 0
         self._die_after_push: Callable[[], None] | None = None
-        self.word_s = 0.0
-        """How long the word of a version takes, once it can be pulled."""
+        self.announce_s = 0.0
+        """Seconds from when a version can be pulled to its announcement."""
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:  # noqa: ARG002  # a step's groups cost the same in any step
         now = self._loop.now
@@ -55,25 +55,25 @@ class SimTrainer:
             self._dry = None
         tokens = sum(member.context for group in groups for member in group.members if member.state == "complete")
         self._free_at = max(self._free_at, now) + self.cost.train_s(tokens)
-        self._loop.at(self._free_at, self._look, self._life, self._free_at)
+        self._loop.at(self._free_at, self._look, self._resets, self._free_at)
 
     def finish(self, step: int) -> None:
         if not self.alive:
             return
         done = max(self._free_at, self._loop.now) + self.cost.fixed_s
         self._free_at = done
-        self._loop.at(done, self._push, self._life, step)
+        self._loop.at(done, self._push, self._resets, step)
 
     def reset(self) -> None:
-        """Drop what was fed: none of the timers of the old life count any more."""
+        """Drop what was fed: timers set before no longer count."""
         now = self._loop.now
-        self._life += 1
+        self._resets += 1
         self._free_at = now
         if self._dry is None:
             self._dry = (now, "restart")
 
     def die(self, after_push: bool, died: Callable[[], None]) -> None:
-        """Die now, or right after the next push, before anyone is told of it."""
+        """Die now, or right after the next push, before it is announced."""
         if after_push:
             self._die_after_push = died
         else:
@@ -87,13 +87,13 @@ class SimTrainer:
     def durable(self) -> int:
         return self.weights.version
 
-    def _push(self, life: int, step: int) -> None:
-        if life == self._life:
-            self._loop.at(self._loop.now + self.cost.push_s, self._publish, life, step)
+    def _push(self, resets: int, step: int) -> None:
+        if resets == self._resets:
+            self._loop.at(self._loop.now + self.cost.push_s, self._publish, resets, step)
             self._dry = (self._loop.now, "push")
 
-    def _publish(self, life: int, step: int) -> None:
-        if life == self._life:
+    def _publish(self, resets: int, step: int) -> None:
+        if resets == self._resets:
             self.weights.version = step + 1
             if self._dry is not None and self._dry[1] == "push":
                 self.idle["push"] = self.idle.get("push", 0.0) + self._loop.now - self._dry[0]
@@ -101,12 +101,12 @@ class SimTrainer:
             if died := self._die_after_push:
                 self._die_after_push = None
                 self.die(False, died)
-            elif self.word_s:
-                self._loop.at(self._loop.now + self.word_s, self._pushed, step + 1)
+            elif self.announce_s:
+                self._loop.at(self._loop.now + self.announce_s, self._pushed, step + 1)
             else:
                 self._pushed(step + 1)
 
-    def _look(self, life: int, expected: float) -> None:
+    def _look(self, resets: int, expected: float) -> None:
         """The queue has run dry unless something was fed meanwhile."""
-        if life == self._life and expected == self._free_at and self._dry is None:
+        if resets == self._resets and expected == self._free_at and self._dry is None:
             self._dry = (self._loop.now, self._reason())

@@ -1,7 +1,7 @@
-"""The parameter server under simulation: what versions are there, and how long it takes to load one.
+"""The parameter server under simulation: the newest version, and how long it takes to load it.
 
 All pulls share the server's bandwidth fairly, and none is faster than its own link. Because every pull gets the same
-rate at any moment, one running total of bytes served per pull tells when each is done: no pull is ever touched again.
+rate at any moment, one running total of bytes served per pull says when each is done: no pull is ever touched again.
 """
 
 import asyncio

@@ -25,7 +25,7 @@ from staleflow.simulate.lengths import (
 from staleflow.simulate.randomness import Keyed
 
 NO_CAP = 1 << 20
-"""Longer than any response, and yet it keeps the mean of a heavy tail finite."""
+"""Longer than any response, yet it keeps the mean of a heavy tail finite."""
 
 _LARGEST_U = 1 - 2.0**-53
 _ROOT_HALF = math.sqrt(0.5)

@@ -1,7 +1,7 @@
 """Several policies on one workload, paired: the same prompts and lengths for all of them under each seed.
 
-A row is one policy under one bound, over all seeds. Nothing in it is taken from what a policy says of itself. The
-same part of every run is trimmed (``first_counted``). Rows do not depend on ``jobs``. Use::
+A row is one policy under one bound, over all seeds. Nothing in it is taken from what a policy reports of itself.
+The same part of every run is trimmed (``first_counted``). Rows do not depend on ``jobs``. Use::
 
     comparison = Comparison(preset("paper-14b"), chosen("all"), bounds=[1, 2], seeds=range(1, 6), tune=True, jobs=8)
     comparison.rows()
@@ -23,7 +23,7 @@ from staleflow.simulate.setting import Setting
 from staleflow.study.law import BatchWork, Law, balance, ceiling, even_ceiling, in_turn, limit, splits, work_of
 from staleflow.study.parallel import Row, Run, Runner, T, Unit
 from staleflow.study.peers import STALEFLOW, Policy
-from staleflow.study.result import row
+from staleflow.study.result import row, speed
 
 TUNING_SEED = 90_001
 """Splits are tuned on a workload that nothing is measured on."""
@@ -36,7 +36,7 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Of the 95 % confidence interval of the mean; None where there is only one value."""
+    """Half the width of the 95 % confidence interval of the mean; None for a single value."""
     if len(values) < 2:
         return None
     return STUDENT[min(len(values) - 1, len(STUDENT)) - 1] * stdev(values) / sqrt(len(values))
@@ -51,9 +51,9 @@ class Comparison:
     tune: bool = False
     faults: int = 0
     on_run: Callable[[str], None] = lambda _: None
-    """Told what is about to be simulated."""
+    """Called with a description of each run before it starts."""
     runs: MutableMapping[str, Row] = field(default_factory=dict[str, Row])
-    """What has been simulated already, by ``key``: nothing in it is simulated again."""
+    """Finished runs by ``key``: they are not simulated again."""
     jobs: int = 1
     """Processes to simulate in."""
     _work: BatchWork | None = None
@@ -66,7 +66,7 @@ class Comparison:
 
     @property
     def limit(self) -> float:
-        """The no-bubble limit."""
+        """The no-bubble limit, in tokens per second."""
         return limit(self.setting, self.work)
 
     def rows(self) -> list[Row]:
@@ -78,7 +78,7 @@ class Comparison:
 
     def _rows_of(self, bound: int, runs: Mapping[str, Sequence[Row]]) -> list[Row]:
         first = first_counted(self.setting.steps, bound)
-        speeds = {name: [speed(run, first) for run in found] for name, found in runs.items()}
+        speeds = {name: [speed(run["commits"], first) for run in found] for name, found in runs.items()}
         kept = {
             policy.name: fmean(speeds[policy.name])
             for policy in self.policies
@@ -149,7 +149,7 @@ class Comparison:
         return even_ceiling(setting, setting.strategies.consume == "stream", self.work)
 
     def _fitted(self, policy: Policy, bound: int, split: Setting | None = None) -> Setting:
-        """The setting, or a split of it, as the policy runs it: it may use less of the bound."""
+        """The setting, or a split of it, as the policy runs it, perhaps with a smaller bound."""
         used = bound if policy.most_staleness is None else min(bound, policy.most_staleness)
         return policy.fit(replace(split or self.setting, staleness=used))
 
@@ -183,14 +183,14 @@ class Comparison:
             return self._run(policy, bound, ways[instances], TUNING_SEED)
 
         def fast(instances: int) -> float:
-            return speed(self.runs[trial(instances).name], first_counted(self.setting.steps, bound))
+            return speed(self.runs[trial(instances).name]["commits"], first_counted(self.setting.steps, bound))
 
         tried = sorted({nearest(share * fair) for share in SHARES})
         yield [trial(each) for each in tried]
         best = tried.index(max(tried, key=fast))
         beside = [tried[at] for at in (best - 1, best + 1) if 0 <= at < len(tried)]
         tried += [nearest((tried[best] + other) / 2) for other in beside]
-        if len(beside) < 2:  # the best is the least or the most that was tried: look beyond it
+        if len(beside) < 2:  # the best is at an end of what was tried: look beyond it
             tried.append(nearest(tried[best] * (0.8 if best == 0 else 1.2)))
         yield [trial(each) for each in tried]
         return ways[max(tried, key=fast)]
@@ -208,49 +208,42 @@ class Comparison:
 def run_of(policy: Policy, setting: Setting, seed: int, what: str, faults: int = 0) -> Run:
     """A run to be simulated, of a setting that fits the policy."""
     size = setting.instances * (setting.staleness + 1)
-    return Run(key(policy, setting, seed, faults), what, simulated, (policy, setting, seed, faults), size)
+    return Run(key(policy, setting, seed, faults), what, simulate, (policy, setting, seed, faults), size)
 
 
 def _under(bound: int, run: Row) -> Row:
-    """The run with its violations of the bound that was asked for: a policy that uses less of it was run with less."""
+    """The run with its violations of the requested bound: a policy that uses less of it was run with less."""
     return run | {"violations": sum(count for age, count in run["group_staleness"].items() if int(age) > bound)}
 
 
 def first_counted(steps: int, bound: int) -> int:
-    """From the commit of which step on a run is measured: not the first quarter, nor fewer steps than fill the window.
+    """The step from whose commit on a run is measured: past the first quarter and the steps that fill the window.
 
-    Where the tail binds, steps go round in a circle of ``bound + 1``: some without a wait, then one long one. So a
-    whole number of circles is measured, if there is one.
+    Where the tail binds, steps repeat in cycles of ``bound + 1``: some without a wait, then a long one. So a whole
+    number of cycles is measured, if there is one.
     """
     first = max(steps // 4, bound + 1)
     left = steps - 1 - first
     return first + left % (bound + 1) if left > bound else first
 
 
-def speed(run: Row, first: int) -> float:
-    """Trained output tokens per second from the commit of step ``first`` to the last; of all if none follows."""
-    commits = run["commits"]
-    if len(commits) > first + 1:
-        return sum(tokens for _, tokens in commits[first + 1 :]) / (commits[-1][0] - commits[first][0])
-    return sum(tokens for _, tokens in commits) / commits[-1][0]
-
-
 def key(policy: Policy, setting: Setting, seed: int, faults: int = 0) -> str:
-    """A name for a run that differs where anything differs that the run depends on, but for the code itself."""
+    """A name that is different for every run that could come out differently, but for the code itself."""
     return blake2b(repr((policy.name, setting, seed, faults)).encode(), digest_size=12).hexdigest()
 
 
-def simulated(policy: Policy, setting: Setting, seed: int, faults: int = 0) -> Row:
-    """One run of a setting that fits the policy: a row of ``staleflow simulate``, and what ``speed`` needs."""
+def simulate(policy: Policy, setting: Setting, seed: int, faults: int = 0) -> Row:
+    """One run of a setting that fits the policy."""
     began = time.perf_counter()
     cluster = Cluster(setting, seed, policy=policy)
     if faults:
         arm(cluster, faults)
     cluster.run()
-    return measured(cluster, time.perf_counter() - began)
+    return run_row(cluster, time.perf_counter() - began)
 
 
-def measured(cluster: Cluster, wall_s: float) -> Row:
+def run_row(cluster: Cluster, wall_s: float) -> Row:
+    """The row of ``staleflow simulate``, and what ``speed`` needs."""
     recorder = cluster.recorder
     return row(cluster, wall_s) | {
         "commits": [(step.time, step.tokens) for step in recorder.steps],

@@ -1,4 +1,4 @@
-"""What no scheduler can beat, computed from the setting and not simulated.
+"""What no scheduler can beat, computed from the setting instead of simulated.
 
 *The no-bubble limit*: fleet and trainer are always busy, the split is the best one, and nothing waits for anything.
 
@@ -11,7 +11,7 @@ the time from publishing a version to the end of the longest trajectory started 
 
 ``L`` is what it takes on an instance that does nothing else: pull, prefill, one token after the other, half the reward
 latency. ``R`` is for instances that are always as full as memory allows, which makes every trajectory slow. No fleet
-does both, so the ceiling is not a target that can be met: it says what cannot be.
+does both, so the ceiling is not a target that can be met: it says what is impossible.
 
 *The even ceiling* is nearer to what can: every instance always runs the same number of sequences, the best one, and
 both ``R`` and ``L`` are for that number; and every instance pulls every version and prefills again what it holds then,
@@ -42,14 +42,14 @@ class BatchWork:
 
     tokens: float
     prompt_tokens: float
-    """As the trainer counts them: once for each trajectory."""
+    """Prompt tokens as the trainer counts them: once for each trajectory."""
     mean: float
-    """Output tokens of a trajectory."""
+    """Output tokens of a trajectory, on average."""
     grown: float
     """Output tokens that a running trajectory has, on average over time: long ones run for longer."""
     prompt: float
     longest_s: float
-    """From publishing a version to the reward of the longest trajectory of a batch, on an instance of its own."""
+    """Seconds from publishing a version to the reward of a batch's longest trajectory, alone on an instance."""
     longest_tokens: float
     waits_s: float
     """The part of ``longest_s`` in which nothing is decoded."""
@@ -80,7 +80,7 @@ class Law:
 
 
 def work_of(setting: Setting) -> BatchWork:
-    """What a batch is made of. Draws some tens of thousands of lengths: ask once for a workload."""
+    """The work in a batch. Draws tens of thousands of lengths: call it once for a workload."""
     workload, cost = setting.workload, setting.rollout
     shares = list(workload.spread())
     mean = sum(share * tokens for share, tokens in shares)

@@ -4,7 +4,7 @@ A run directory holds ``metrics.jsonl``, one object for each training step with 
 step's trajectories, group after group), ``prompt_tokens``, ``tokens`` and ``train_s``, and perhaps which ``prompts``
 these were and which of them gave a ``signal``; ``summary.json``; and perhaps ``profile.json`` as ``staleflow profile``
 and ``staleflow train`` write it, and the run's ``config.yaml``. What is missing is left as it is; what cannot be true
-is told in one line.
+is refused in one line.
 
     run = read_run("runs/7")
     run.setting(["staleness=1"])    # to be simulated: as the run was configured and measured, with changes
@@ -38,9 +38,9 @@ SIZES = {
 }
 """What ``summary.json`` may say about the run's size, and which setting that is."""
 TIMES = ("cycle_s", "pull_s", "report_s", "reward_s", "finish_s")
-"""And about how long things took."""
+"""What it may say about how long things took, in seconds."""
 LEAST_STEPS = 8
-"""With fewer, what training costs by the step cannot be told from what it costs by the token."""
+"""With fewer, the cost of a step cannot be separated from the cost of a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class TrainingCosts:
     """Seconds of training, on all training GPUs together."""
 
     per_token_s: float
-    """For each prompt or output token, whether it teaches or not."""
+    """Seconds for each prompt or output token, whether it teaches or not."""
     fixed_s: float = 0.0
-    """For each step."""
+    """Seconds for each step."""
     per_taught_token_s: float = 0.0
-    """For each token of the groups that teach, if only those cost anything."""
+    """Seconds for each token of the groups that teach, if only those cost anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +61,21 @@ class MeasuredRun:
     lengths: tuple[int, ...]
     """Output tokens of every trained trajectory, in the order of training."""
     prompt_tokens: int
-    """Of a trajectory, on average."""
+    """Prompt tokens of a trajectory, on average."""
     training: TrainingCosts
     summary: Mapping[str, Any]
     cost: CostModel | None
-    """What engine steps cost; None if the run has no profile."""
+    """Cost of engine steps; None if the run has no profile."""
     times: Mapping[str, float] = field(default_factory=dict[str, float])
     prompts: tuple[int, ...] = ()
     """Which prompt each group was made from, if that is known."""
     signal: tuple[bool, ...] = ()
     """Whether each group taught anything."""
     order: tuple[int, ...] = ()
-    """The places of the groups, by their prompts."""
+    """Indices of the groups, sorted by prompt."""
 
     def setting(self, words: Sequence[str] = (), source: str | None = None) -> Setting:
-        """The run to be simulated: the source, or its own configuration, what it measured, and ``key=value``."""
+        """The run to be simulated: ``source`` or its own configuration, what it measured, and ``key=value`` changes."""
         config = self.config(words, source)
         return setting_of(config, "measured run", self.trace(config.group_size))
 
@@ -85,13 +85,13 @@ class MeasuredRun:
             source = str(own)
         known = [_word(SIZES[key], self.summary[key]) for key in SIZES if _is_size(self.summary.get(key))]
         known += [_word(f"strategies.{name}", value) for name, value in self._strategies().items()]
-        if source is None:  # the longest that there were
+        if source is None:  # as long as the longest of the run
             known += [f"rollout.max_tokens={max(self.lengths)}", f"data.max_prompt_tokens={self.prompt_tokens}"]
         base = load(source, known, default=PAPER)
         return load(source, [*known, *self._costs(base), *words], default=PAPER)
 
     def _costs(self, base: Config) -> list[str]:
-        """As settings of the section cluster."""
+        """What was measured, as settings of the section ``cluster``."""
         times, trainers = self.times, base.cluster.training_gpus
         found: dict[str, Any] = {
             "trainer_per_token_gpu_s": self.training.per_token_s * trainers,
@@ -113,7 +113,7 @@ class MeasuredRun:
         return {each.name: found[each.name] for each in fields(Strategies) if each.name in found}
 
     def trace(self, group_size: int) -> Trace:
-        """Lengths by group, in the order of their prompts: short ones are trained first, but not asked first."""
+        """Lengths by group, in the order of their prompts: short ones are trained first, but not started first."""
         groups = [self.lengths[start : start + group_size] for start in range(0, len(self.lengths), group_size)]
         if len(self.order) == len(groups):
             groups = [groups[at] for at in self.order]
@@ -168,7 +168,7 @@ def read_run(name: str) -> MeasuredRun:
 
 
 def training_costs(steps: Sequence[Mapping[str, Any]]) -> TrainingCosts:
-    """What a step and what a token costs. The first step is left out if there are enough: it is slower."""
+    """Cost of a step and of a token. The first step, which is slower, is left out if there are enough."""
     steps = steps[1:] if len(steps) > LEAST_STEPS else steps
     everything = [step["tokens"] + step["prompt_tokens"] for step in steps]
     seconds = [step["train_s"] for step in steps]
@@ -185,7 +185,7 @@ def training_costs(steps: Sequence[Mapping[str, Any]]) -> TrainingCosts:
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Seconds at size 0, seconds for each unit, and the squared rest. If larger is not slower, all is by unit."""
+    """A fitted line: seconds at size 0, seconds per unit, squared error. If larger is not slower, it goes through 0."""
     mean, mean_s = sum(sizes) / len(sizes), sum(seconds) / len(seconds)
     spread = sum((size - mean) ** 2 for size in sizes)
     slope = sum((size - mean) * each for size, each in zip(sizes, seconds, strict=True)) / spread if spread else 0.0

@@ -5,13 +5,13 @@ returns its result. Units stay in this process and only runs are sent out, so no
 there are but the time it takes. Use::
 
     def unit() -> Unit[str]:
-        yield [Run(name, "what it is", simulated, (policy, setting, seed))]
+        yield [Run(name, "what it is", simulate, (policy, setting, seed))]
         return runs[name]["hash"]
 
     with Runner(runs, jobs=4) as runner:
         results = runner.finish([unit(), ...])
 
-A run waits, then is under way, then is in ``runs``, and nothing that is there or that another unit waits for starts
+A run waits, then is under way, then is in ``runs``. What is there, or what another unit waits for, is not started
 again. With more than one job, the script that calls this needs its ``if __name__ == "__main__"``: processes are
 spawned.
 """
@@ -44,11 +44,11 @@ class Run:
     name: str
     """Its key in ``runs``."""
     what: str
-    """For people."""
+    """A description for people."""
     call: Callable[..., Row]
     arguments: tuple[Any, ...]
     size: float = 0.0
-    """How long it takes, compared with others: the longest start first."""
+    """Relative duration: the longest start first."""
 
 
 Unit = Generator[Sequence[Run], None, T]
@@ -60,7 +60,7 @@ class Runner:
     """Each run is put here as soon as it has ended."""
     jobs: int = 1
     on_run: Callable[[str], None] = lambda _: None
-    """Told what is about to start. If it raises, nothing more starts, and what is under way is still kept."""
+    """Called with a description of each run before it starts. If it raises, nothing more starts; what runs is kept."""
     _pool: _Pool | None = None
 
     def finish(self, units: Iterable[Unit[T]]) -> list[T]:
@@ -71,7 +71,7 @@ class Runner:
             while agenda.waiting or busy:
                 while agenda.waiting and len(busy) < self.jobs:
                     run = agenda.next()
-                    self._tell(run, busy)
+                    self._announce(run, busy)
                     busy[self._start(run)] = run
                 self._keep(wait(busy, return_when=FIRST_COMPLETED).done, busy, agenda)
         except BaseException:
@@ -79,7 +79,7 @@ class Runner:
             raise
         return agenda.results()
 
-    def _tell(self, run: Run, busy: dict[Future[Row], Run]) -> None:
+    def _announce(self, run: Run, busy: dict[Future[Row], Run]) -> None:
         try:
             self.on_run(run.what)
         except Exception:
@@ -121,10 +121,10 @@ class _Agenda(Generic[T]):
     runs: MutableMapping[str, Row]
     longest_first: bool
     waiting: list[tuple[tuple[float, float], int, Run]] = field(default_factory=list)
-    """A heap. Early stages come first: the most is still to come after them."""
+    """A heap. Early stages come first, because most follows after them."""
     _asked: set[str] = field(default_factory=set[str])
     _lacks: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
-    """By unit, the runs that it waits for."""
+    """Names of the runs that each unit waits for."""
     _results: dict[int, T] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=count)
     _stages: dict[int, int] = field(default_factory=dict[int, int])
@@ -146,7 +146,7 @@ class _Agenda(Generic[T]):
         return [self._results[at] for at in range(len(self.units))]
 
     def _advance(self, at: int) -> None:
-        """Let the unit continue until it needs a run that is not there."""
+        """Let the unit continue until it needs a run that is missing."""
         self._lacks.pop(at, None)
         try:
             while not (missing := [run for run in next(self.units[at]) if run.name not in self.runs]):
@@ -164,7 +164,7 @@ class _Agenda(Generic[T]):
 
 
 class _Pool:
-    """Processes that end when this one does, or when they are told to, even in the middle of a run."""
+    """Processes that end when this one does, or on ``close``, even in the middle of a run."""
 
     def __init__(self, jobs: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -186,7 +186,7 @@ class _Pool:
 
 @contextmanager
 def _starting() -> Iterator[None]:
-    """What new processes inherit: one thread for numpy, and Ctrl-C blocked, which this process answers."""
+    """What new processes inherit: one thread for numpy, and Ctrl-C blocked, which this process handles."""
     before = {name: os.environ.get(name) for name in ONE_THREAD}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.environ.update(dict.fromkeys(ONE_THREAD, "1"))

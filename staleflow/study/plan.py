@@ -22,10 +22,10 @@ from typing import Literal
 
 from staleflow.simulate.setting import Setting
 from staleflow.study.compare import TUNING_SEED, first_counted, run_of
-from staleflow.study.compare import speed as measured_speed
 from staleflow.study.law import Law, balance, ceiling, law, limit, splits, work_of
 from staleflow.study.parallel import Row, Run, Runner, Unit
 from staleflow.study.peers import STALEFLOW
+from staleflow.study.result import speed
 
 Knob = Literal["split", "bound", "batch", "cap"]
 
@@ -40,7 +40,7 @@ class Search:
     least_tokens: int = 1000
     """No cap below this."""
     worth: float = 0.05
-    """A turn of a knob must bring so much more throughput."""
+    """The least relative gain in throughput for which a knob is turned."""
     most_cut: float = 0.02
     """No cap that cuts off a larger share of the responses."""
     seed: int = TUNING_SEED
@@ -54,14 +54,14 @@ class Trial:
     tokens_per_s: float
     mean_staleness: float
     law: Law
-    """For its own split."""
+    """The law for its own split."""
     ceiling: Law
-    """For the split that the law allows the most."""
+    """The law for the split that it allows the most."""
     limit: float
     cut: float
-    """The share of responses that its cap cuts off and that of the starting point does not."""
+    """The share of responses that its cap cuts off and that of the start does not."""
     splits: dict[int, float]
-    """Tokens per second by training GPUs, of every split that was tried."""
+    """Tokens per second of every split that was tried, by training GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def _make_plan(setting: Setting, search: Search, runner: Runner) -> Plan:
         best = _turn(plan, "batch", trial.setting.groups, best, trial, search)
         if best is not trial:
             break
-    while (cap := min(longest(best.setting), best.setting.workload.max_tokens) // 2) >= search.least_tokens:
+    while (cap := max(tokens for _, tokens in best.setting.workload.spread()) // 2) >= search.least_tokens:
         shorter = replace(best.setting, workload=replace(best.setting.workload, max_tokens=cap))
         trial = attempt(shorter)
         best = _turn(plan, "cap", cap, best, trial, search)
@@ -135,12 +135,8 @@ def _make_plan(setting: Setting, search: Search, runner: Runner) -> Plan:
     return plan
 
 
-def longest(setting: Setting) -> int:
-    return max(tokens for _, tokens in setting.workload.spread())
-
-
 def _turn(plan: Plan, knob: Knob, value: int, before: Trial, after: Trial, search: Search) -> Trial:
-    """Note what the turn brings, and the trial to continue from."""
+    """Record what the turn brings, and return the trial to continue from."""
     turn = Turn(knob, value, before, after, taken=False)
     taken = turn.gain >= search.worth and after.cut <= search.most_cut
     plan.turns.append(replace(turn, taken=taken))
@@ -148,7 +144,7 @@ def _turn(plan: Plan, knob: Knob, value: int, before: Trial, after: Trial, searc
 
 
 def _attempt(setting: Setting, whole: int, search: Search, runner: Runner, climb: bool = True) -> Unit[Trial]:
-    """Simulate it with its split, or with the best one that can be reached from there uphill."""
+    """Simulate the setting with its split, or with the best one that climbing from there reaches."""
     ways = {split.instances: split for split in splits(setting)}
     found: dict[int, Row] = {}
     first = first_counted(setting.steps, setting.staleness)
@@ -161,12 +157,12 @@ def _attempt(setting: Setting, whole: int, search: Search, runner: Runner, climb
         return run_of(STALEFLOW, ways[instances], search.seed, what)
 
     def look(instances: int, ahead: Iterable[int]) -> Unit[None]:
-        """Simulate one, and beside it those that may come next, if that costs no time."""
+        """Simulate one, and in parallel those that may come next."""
         yield [run(each) for each in (instances, *(ahead if runner.jobs > 1 else ()))]
         found[instances] = runner.runs[run(instances).name]
 
-    def speed(instances: int) -> float:
-        return measured_speed(found[instances], first)
+    def fast(instances: int) -> float:
+        return speed(found[instances]["commits"], first)
 
     best = setting.instances
     factors = FACTORS if climb else ()
@@ -174,24 +170,24 @@ def _attempt(setting: Setting, whole: int, search: Search, runner: Runner, climb
     for factor in factors:
         while (other := near(best, factor)) != best:
             yield from look(other, [near(other, factor)])
-            if speed(other) <= speed(best):
+            if fast(other) <= fast(best):
                 break
             best = other
     work = work_of(setting)
     streamed = setting.strategies.consume == "stream"
     return Trial(
         setting=ways[best],
-        tokens_per_s=speed(best),
+        tokens_per_s=fast(best),
         mean_staleness=found[best]["mean_staleness"],
         law=law(ways[best], streamed, work),
         ceiling=ceiling(setting, streamed, work),
         limit=limit(setting, work),
         cut=_longer(setting, setting.workload.max_tokens) - _longer(setting, whole),
-        splits={run["training_gpus"]: measured_speed(run, first) for run in found.values()},
+        splits={run["training_gpus"]: speed(run["commits"], first) for run in found.values()},
     )
 
 
 def _longer(setting: Setting, cap: int) -> float:
-    """The share of responses that would be longer than the cap, before any is applied."""
+    """The share of responses that would be longer than the cap if there were none."""
     uncapped = replace(setting.workload, max_tokens=10**9)
     return sum(share for share, tokens in uncapped.spread() if tokens > cap)

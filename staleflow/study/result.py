@@ -1,7 +1,7 @@
-"""What a simulated run came to: one flat row of plain values, and the same as a table for people.
+"""The result of a simulated run: one flat row of plain values, and the same as a table for people.
 
 Everything is counted from what happened (the tokens' own version stamps, the engines' busy time, the journal), never
-from what a policy says of itself. All but ``wall_s_per_step`` are the same for the same setting, seed and faults. Use::
+from what a policy reports. All but ``wall_s_per_step`` are the same for the same setting, seed and faults. Use::
 
     began = time.perf_counter()
     cluster.run()
@@ -64,14 +64,18 @@ def throughput(cluster: Cluster, first: int | None = None) -> float:
     """Output tokens of trained trajectories per simulated second, from the commit of step ``first`` to the last one.
 
     A run starts with empty instances and a waiting trainer. What the bound lets pile up meanwhile is gone after as
-    many steps as the bound, so it is measured from step ``staleness`` on unless told otherwise. A run with no step
-    after that one is measured whole, start and all.
+    many steps as the bound, so ``first`` is ``staleness`` by default. A run with no step after that one is measured
+    whole, with its start.
     """
-    steps = cluster.recorder.steps
-    first = cluster.setting.staleness if first is None else first
-    if len(steps) > first + 1:
-        return sum(step.tokens for step in steps[first + 1 :]) / (steps[-1].time - steps[first].time)
-    return cluster.recorder.trained_tokens / steps[-1].time
+    commits = [(step.time, step.tokens) for step in cluster.recorder.steps]
+    return speed(commits, cluster.setting.staleness if first is None else first)
+
+
+def speed(commits: Sequence[tuple[float, int]], first: int) -> float:
+    """Trained output tokens per second from the commit of step ``first`` to the last; over all if none follows."""
+    start = commits[first][0] if len(commits) > first + 1 else 0.0
+    counted = commits[first + 1 :] or commits
+    return sum(tokens for _, tokens in counted) / (commits[-1][0] - start)
 
 
 def trainer_idle(cluster: Cluster) -> dict[str, float]:
@@ -81,7 +85,7 @@ def trainer_idle(cluster: Cluster) -> dict[str, float]:
 
 
 def instance_idle(cluster: Cluster) -> dict[str, float]:
-    """Shares of the time of all instances together: in which they loaded weights, were down, or had nothing to run."""
+    """Shares of the time of all instances in which they loaded weights, were down, or had nothing to run."""
     now = cluster.loop.time()
     whole = sum(now - rollout.born for rollout in cluster.rollouts)
     down = sum(rollout.down_seconds for rollout in cluster.rollouts) / whole
@@ -96,7 +100,7 @@ def busy_seconds(engine: Instance, now: float) -> float:
     """Time spent in steps until ``now``, with those of the segment that is under way.
 
     An engine counts a segment when it ends; that of a long response can last minutes. The steps of a segment are all
-    alike, so the tokens made in it tell how many there were and how long they took.
+    alike, so the tokens made in it give how many there were and how long they took.
     """
     engine.advance(now)
     load = engine.load(now)

@@ -1,11 +1,11 @@
 """The timeline of a simulated run as one self-contained SVG: what the trainer and the instances did, second by second.
 
 ``Timeline`` only looks: it is called between two instants of the virtual clock, sets no timer and sends nothing, so a
-run that is watched is the same run (and a stuck one is still found to be stuck). Use::
+run that is watched is the same run (and a stuck run is still found to be stuck). Use::
 
     timeline = Timeline(cluster)        # before the run, and after whatever else is hooked into it
     cluster.run()
-    Path("run.svg").writetext(draw(timeline))
+    Path("run.svg").write_text(draw(timeline))
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.rollout import SimRollout
 
 LANES = 32
-"""Instances that are shown; of more, as many, evenly chosen."""
+"""The most instances that are shown; of more, a selection at even distances."""
 SAMPLES = 800
 """Columns at most. A run that needs more halves them and looks half as often from then on."""
 ROUNDING_S = 1e-9
-"""A shorter wait is none: sums of times are off by as much."""
+"""Shorter waits are rounding errors of sums of times."""
 DOWN = -1
 
-# Okabe and Ito's colours, told apart with any colour vision; the shades of blue grow darker evenly.
+# Okabe and Ito's colours, distinct with any colour vision; the shades of blue grow darker evenly.
 TRAINING = "#009E73"
 WAITING = {
     "start": ("#D9D9D9", "start"),
@@ -57,9 +57,9 @@ class Timeline:
         self.lanes: list[SimRollout] = _chosen(cluster.rollouts)
         self.times: list[float] = []
         self.levels: list[list[int]] = []
-        """For each time the sequences that each lane runs; a lane that joined later is missing at the end."""
+        """Sequences that each lane runs, for each time; a lane that joined later is missing in earlier ones."""
         self.pulls: list[tuple[float, int]] = []
-        """When a lane, by its number, was first seen with a new version."""
+        """Time and lane of every new version that was seen on an instance."""
         self.waits: list[Wait] = []
         self._every = 0.0
         self._versions: dict[str, int] = {}
@@ -78,7 +78,7 @@ class Timeline:
         self.cluster.loop.on_instant = look
 
     def end(self) -> None:
-        """See what ended at the last instant of the run, which no other instant follows."""
+        """Record what ended at the last instant of the run, after which there is no other."""
         self._look_at_trainer(self.cluster.loop.time())
 
     def _look(self) -> None:
@@ -88,7 +88,7 @@ class Timeline:
             self._look_at_instances(now)
 
     def _look_at_trainer(self, now: float) -> None:
-        """The trainer adds a wait to its account at the instant at which it ends."""
+        """The trainer adds up its waits, each at the instant at which it ends."""
         for cause, total in self.cluster.trainer.idle.items():
             waited = total - self._idle.get(cause, 0.0)
             if abs(waited) > ROUNDING_S:
@@ -122,7 +122,7 @@ class Timeline:
 
 
 def _level(rollout: SimRollout) -> int:
-    """Sequences that it runs now: none while it loads weights or hangs."""
+    """Sequences that an instance runs now: 0 while it loads weights or hangs."""
     if not rollout.up:
         return DOWN
     model = rollout.engine.instance
@@ -257,7 +257,7 @@ def _runs(timeline: Timeline, lane: int, end: float) -> Iterator[tuple[float, fl
 
 
 def _shade(level: int, most: int) -> str:
-    """The lightest is kept for nothing at all."""
+    """The shade for a level; the lightest is for 0 only."""
     if level == DOWN:
         return BROKEN
     return SHADES[-(-level * (len(SHADES) - 1) // most)]

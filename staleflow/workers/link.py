@@ -1,4 +1,4 @@
-"""All that a worker knows of the control plane: it can send a message, and look for those that have come."""
+"""A worker's link to the control plane: it can send a message, and receive those that have come."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -14,5 +14,5 @@ class Link(Protocol):
     def send(self, message: msgspec.Struct) -> None: ...
 
     def receive(self, timeout_s: float | None) -> Iterator[Any]:
-        """What has come, waiting up to ``timeout_s`` for the first message (None: for as long as it takes)."""
+        """Messages that have come, after waiting up to ``timeout_s`` for the first (None: without limit)."""
         ...

@@ -1,8 +1,8 @@
-"""What a working instance takes for its steps, pulls and reports, summed up where it is done: alike steps share a cell.
+"""Measures the steps, pulls and reports of an instance, and sums them up: similar steps share a cell.
 
     meter = Meter(worker)
     meter.step()                                   # instead of worker.step()
-    report = meter.report(everything=True)         # with what was measured since the last; a few hundred bytes at most
+    report = meter.report(everything=True)         # with what was measured since the last report
 
 Cells are octaves of sequences and of context for each, so there are few of them however long a run lasts.
 """
@@ -23,7 +23,7 @@ Key = tuple[bool, int, int]
 
 
 def key(mixed: bool, running: float, context: float) -> Key:
-    """Which steps are alike: both numbers within a factor of two."""
+    """The cell of a step: steps with both numbers within the same factor of two share it."""
     return mixed, int(running).bit_length(), int(context / running).bit_length() if running else 0
 
 
@@ -52,7 +52,7 @@ class Meter:
         self._cells = Cells()
         self._pulls, self._pull_s = 0, 0.0
         self._ended: list[tuple[int, float]] = []
-        """How many trajectories finished when, of those that are not told."""
+        """Count and time of trajectories that finished and are not reported yet."""
 
     def step(self) -> None:
         began, cpu_began = self._clock(), time.thread_time()
@@ -69,11 +69,11 @@ class Meter:
         self._pull_s += self._clock() - began
 
     def report(self, everything: bool) -> Report:
-        """There is something to tell, or ``everything``."""
+        """The worker's report, with costs. There must be something to report, or ``everything``."""
         now = self._clock()
-        told = sum(count for count, _ in self._ended)
+        reported = sum(count for count, _ in self._ended)
         waited = sum(count * (now - ended) for count, ended in self._ended)
-        costs = Costs(self._cells.drain(), self._pulls, self._pull_s, told, waited)
+        costs = Costs(self._cells.drain(), self._pulls, self._pull_s, reported, waited)
         self._pulls, self._pull_s, self._ended = 0, 0.0, []
         report = self._worker.report(everything, costs)
         assert report is not None

@@ -1,21 +1,21 @@
-"""A rollout instance: an engine, the order of its commands, and what it has not told yet.
+"""A rollout instance: an engine, the order of its commands, and what it has not reported yet.
 
-``RolloutWorker`` knows nothing of sockets, clocks or processes. A host lets it work: ``serve`` between two looks at a
-link, the simulator's host when its modelled engine has something to do. Both run what is here::
+``RolloutWorker`` knows nothing of sockets, clocks or processes. A host drives it: ``serve`` in a process with a link,
+``SimRollout`` under the virtual clock. Both run what is here::
 
     worker = RolloutWorker("i0", engine, weights, Requests(sampling, seed=0))
     worker.hear(Submit(Fence(1, 0, 1), [work]))
     worker.step()
-    report = worker.report()                  # None if there is nothing to tell
+    report = worker.report()                  # None if there is nothing to report
 
 *Commands* to this incarnation are applied in order and without gaps: early ones wait, repeated and late ones are
-dropped, and so are those of an earlier term of the control plane once a later one was heard. A ``Pull`` stops that
-order until the host has called ``pull``.
+dropped, and so are those of an earlier term of the control plane once a later one is known. A ``PullWeights`` holds
+back the commands behind it until the host has called ``pull``.
 
-*The engine* keeps tokens and versions; here is only how much of each trajectory has been told. What has finished is
-told a moment later, together with the next ones; tokens of the others every two seconds. With the news of a pull come
-those trajectories that have begun and were never told: the control plane must not take a group for untouched that has
-tokens of an older version.
+*The engine* keeps tokens and versions; the worker only keeps how much of each trajectory has been reported. Finished
+trajectories are reported a moment later, together with the next ones; tokens of the others every two seconds. The
+report of a pull includes all trajectories that have begun and were never reported: the control plane must not take a
+group for untouched that has tokens of an older version.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from staleflow.tasks.task import digest
 from staleflow.types import (
     LOGPROB,
     TOKEN,
-    Abort,
     Chunk,
     Command,
     Costs,
+    Drop,
     Failed,
     Fence,
-    Interrupt,
-    Pull,
+    PullWeights,
     Report,
+    Return,
     Spans,
     Stop,
     Submit,
@@ -51,11 +51,11 @@ from staleflow.workers.link import Gone, Link
 from staleflow.workers.meter import Meter
 
 TOGETHER_S = 0.03
-"""Trajectories that finish within this time are told together."""
+"""Trajectories that finish within this time are reported together."""
 STREAM_S = 2.0
-"""How often the tokens of unfinished trajectories are told: what a crash loses is younger."""
+"""How often the tokens of unfinished trajectories are reported: a crash loses only younger ones."""
 IDLE_S = 5.0
-"""An instance without work says that it is alive this often."""
+"""How often an instance without work reports that it is alive."""
 NO_COSTS = Costs()
 
 
@@ -64,7 +64,7 @@ class _Held:
     """A trajectory in the engine."""
 
     epoch: int
-    told: int
+    reported: int
     """Tokens that the control plane knows."""
 
 
@@ -80,9 +80,9 @@ class RolloutWorker:
         self.name = name
         self.engine = engine
         self.applied = Fence(0, incarnation, 0)
-        """The latest command."""
+        """The latest command that was applied."""
         self.pulling: int | None = None
-        """The version that the host is to let it pull now: no later command is applied before."""
+        """The version to load: the host must call ``pull`` before any later command is applied."""
         self._weights = weights
         self._request_of = request_of
         self._early: dict[Fence, Command] = {}
@@ -94,7 +94,7 @@ class RolloutWorker:
 
     @property
     def urgent(self) -> bool:
-        """Whether there is something that somebody waits for."""
+        """Whether there is news that the control plane waits for."""
         return bool(self._finished or self._returned or self._failed) or self._pulled is not None
 
     def held(self) -> list[tuple[str, int]]:
@@ -104,7 +104,7 @@ class RolloutWorker:
     # Commands
 
     def hear(self, command: Command) -> None:
-        """Messages may come late, twice or in another order: keep the command until it is its turn."""
+        """Take a command. It may come late, twice or out of order: it is kept until its turn."""
         fence, applied = command.fence, self.applied
         if fence.incarnation != applied.incarnation or fence <= applied:
             return
@@ -115,7 +115,7 @@ class RolloutWorker:
         self._obey()
 
     def pull(self) -> None:
-        """Load the version that was asked for, or a newer one, and go on with the commands behind it."""
+        """Load the requested version, or a newer one, and apply the commands behind it."""
         assert self.pulling is not None
         self._pulled = self.engine.pull(self._weights, self.pulling)
         self.pulling = None
@@ -129,11 +129,11 @@ class RolloutWorker:
             match command:
                 case Submit(work=work):
                     self._submit(work)
-                case Interrupt(names=names):
+                case Return(names=names):
                     self.engine.interrupt([name for name, epoch in names if self._holds(name, epoch)])
-                case Abort(names=names):
+                case Drop(names=names):
                     self._abort([name for name, epoch in names if self._holds(name, epoch)])
-                case Pull(version=version):
+                case PullWeights(version=version):
                     self.pulling = version
 
     def _submit(self, work: list[Work]) -> None:
@@ -150,7 +150,7 @@ class RolloutWorker:
     def _holds(self, name: str, epoch: int) -> bool:
         return name in self._held and self._held[name].epoch == epoch
 
-    # Work, and what comes of it
+    # Steps and reports
 
     def step(self) -> StepOutput:
         """One step of the engine."""
@@ -166,16 +166,16 @@ class RolloutWorker:
         return output
 
     def report(self, everything: bool = False, costs: Costs = NO_COSTS) -> Report | None:
-        """What to tell: what somebody waits for, and if ``everything``, the tokens of those that are still here."""
+        """Urgent news; with ``everything``, also new tokens of unfinished trajectories and the state. None: no news."""
         if not (everything or self.urgent):
             return None
         pulled = self._pulled
         progress: list[TrajectoryNews] = []
         if everything or pulled is not None:
             for name, held in self._held.items():
-                if (everything or not held.told) and (part := self.engine.peek(name, held.told)) is not None:
+                if (everything or not held.reported) and (part := self.engine.peek(name, held.reported)) is not None:
                     progress.append(_news(name, held, *part))
-                    held.told = token_count(part.spans)
+                    held.reported = token_count(part.spans)
         report = Report(
             self.name,
             self.applied.incarnation,
@@ -192,21 +192,21 @@ class RolloutWorker:
         return report
 
     def _left(self, results: list[Result]) -> list[TrajectoryNews]:
-        """Those that have left the engine, but for what was interrupted first and then dropped before it had left."""
+        """News of trajectories that left the engine, except those that were dropped in the meantime."""
         news: list[TrajectoryNews] = []
         for name, epoch, _, tokens, logprobs, spans, _ in results:
             if self._holds(name, epoch):
                 held = self._held.pop(name)
-                news.append(_news(name, held, spans, tokens[held.told :], logprobs[held.told :]))
+                news.append(_news(name, held, spans, tokens[held.reported :], logprobs[held.reported :]))
         return news
 
 
 def _news(name: str, held: _Held, spans: Spans, tokens: list[int], logprobs: list[float]) -> TrajectoryNews:
-    return TrajectoryNews(name, held.epoch, spans, Chunk.of(held.told, tokens, logprobs) if tokens else None)
+    return TrajectoryNews(name, held.epoch, spans, Chunk.of(held.reported, tokens, logprobs) if tokens else None)
 
 
 class Requests:
-    """What an engine is asked for a trajectory: its tokens so far, and how to draw the next ones."""
+    """Makes the request for a trajectory: its tokens so far, and how to sample the next ones."""
 
     def __init__(self, sampling: Sampling, seed: int) -> None:
         self._sampling = sampling
@@ -226,21 +226,21 @@ class Requests:
 
 
 def draw_seed(seed: int, trajectory: str) -> int:
-    """Which random numbers a trajectory draws: the same wherever it runs and however often it is moved."""
+    """Seed for sampling a trajectory: the same wherever it runs and however often it is moved."""
     return digest("draw", seed, trajectory) >> 1
 
 
 def serve(worker: RolloutWorker, link: Link, clock: Callable[[], float] = time.perf_counter) -> None:
-    """Work until told to stop, or until the control plane is gone."""
+    """Work until ``Stop`` comes, or until the control plane is gone."""
     engine, meter = worker.engine, Meter(worker, clock)
-    told_at = streamed_at = clock()
-    everything = True  # how much room there is
+    reported_at = streamed_at = clock()
+    everything = True  # the first report says how much room there is
     try:
         while True:
-            if everything or (worker.urgent and clock() - told_at >= TOGETHER_S):
+            if everything or (worker.urgent and clock() - reported_at >= TOGETHER_S):
                 link.send(meter.report(everything))
-                told_at = clock()
-                streamed_at = told_at if everything else streamed_at
+                reported_at = clock()
+                streamed_at = reported_at if everything else streamed_at
             wait = 0.0 if engine.busy else TOGETHER_S if worker.urgent else IDLE_S
             for message in link.receive(wait):
                 if isinstance(message, Stop):

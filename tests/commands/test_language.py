@@ -1,4 +1,4 @@
-"""All commands speak one language of settings, and the command lines in the documents are in it."""
+"""All commands take settings in the same way, and the command lines in the documents do so too."""
 
 import json
 import re
@@ -13,7 +13,7 @@ import pytest
 from staleflow.cli import main, parse
 from staleflow.commands import compare, profile
 from staleflow.commands import train as train_command
-from staleflow.commands.common import asked, read_setting
+from staleflow.commands.common import given_settings, read_setting
 from staleflow.config import PRESETS, load, to_yaml
 from staleflow.errors import RunError
 from staleflow.runtime.control import StalledError
@@ -49,9 +49,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         "laptop one-gpu",
     ],
 )
-def test_what_is_wrong_is_said_in_the_same_words_by_all_commands(
-    capsys: pytest.CaptureFixture[str], words: str
-) -> None:
+def test_all_commands_refuse_a_mistake_in_the_same_words(capsys: pytest.CaptureFixture[str], words: str) -> None:
     assert len({refused(capsys, command, *words.split()) for command in COMMANDS}) == 1
 
 
@@ -96,7 +94,7 @@ def test_the_configuration_of_a_run_is_simulated(capsys: pytest.CaptureFixture[s
 
 
 def test_an_option_is_short_for_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    short = asked(parse(["simulate", "--instances", "3", "--seed", "7", "--trace", "7.csv"]))
+    short = given_settings(parse(["simulate", "--instances", "3", "--seed", "7", "--trace", "7.csv"]))
     assert short.words == ["rollout.instances=3", "seed=7", "cluster.trace=7.csv"]
     config = short.config()
     assert (config.rollout.instances, config.seed, config.cluster.trace) == (3, 7, "7.csv")
@@ -165,7 +163,7 @@ def documented() -> list[str]:
 
 @pytest.mark.parametrize("line", documented())
 def test_a_documented_command_line_is_understood(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as reading everything that it says; what runs then is tested elsewhere."""
+    """Only its parsing is tested here; what it runs is tested elsewhere."""
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("staleness: 1\n")
     Path("lengths.csv").write_text("prompt_tokens,output_tokens\n10,20\n")
@@ -177,9 +175,9 @@ def test_a_documented_command_line_is_understood(line: str, tmp_path: Path, monk
     elif options.command == "compare":
         compare.read(options)
     elif options.command == "train":
-        asked(options).config()
+        given_settings(options).config()
     else:
-        read_setting(options, asked(options))
+        read_setting(options, given_settings(options))
 
 
 @pytest.mark.parametrize("command", COMMANDS)

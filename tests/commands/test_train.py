@@ -96,7 +96,7 @@ def test_a_dry_run_prints_the_plan_and_trains_nothing(capsys: pytest.CaptureFixt
     assert not runs.exists()
 
 
-def test_a_summary_without_an_evaluation_can_be_told(tmp_path: Path) -> None:
+def test_a_summary_without_an_evaluation_can_be_shown(tmp_path: Path) -> None:
     summary = {
         "accuracy_initial": None, "accuracy_final": None, "steps": 0, "wall_s": 0.0, "trained_tokens_per_s": 0.0,
         "max_staleness": 0, "bound": 2, "violations": 0, "trainer_idle": 0.0, "control_overhead": 0.0,

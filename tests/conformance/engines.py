@@ -23,7 +23,7 @@ class Kind:
 
     make: Callable[[Path], Engine]
     payload: bool = True
-    """Whether it makes tokens; else it only counts them."""
+    """Whether it makes tokens; otherwise it only counts them."""
 
 
 def built_in(folder: Path, **more: Any) -> Engine:
@@ -43,7 +43,7 @@ KINDS = {
 
 
 class SameWeights:
-    """A parameter server whose versions differ in nothing but their number; ``ahead`` of what is asked for."""
+    """A parameter server whose versions differ only in their number; ``ahead`` of what is asked for."""
 
     def __init__(self, ahead: int = 0) -> None:
         self.ahead = ahead
@@ -59,7 +59,7 @@ def request(name: str, prompt: int = 5, most: int = 30, group: str | None = None
 
 
 def resumed(original: Request, result: Result, epoch: int = 2) -> Request:
-    """The rest of it, on whatever engine; one that only counts gave no tokens, and needs none."""
+    """A request for the rest, on any engine; one that only counts gave no tokens and needs none."""
     tokens = result.tokens or range(count(result.spans))
     logprobs = result.logprobs or [0.0] * len(tokens)
     sampling, group = original.sampling, original.group

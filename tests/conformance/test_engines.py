@@ -81,7 +81,7 @@ def test_an_interrupted_request_continues_elsewhere_as_if_nothing_had_happened(
         assert whole.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
-def test_a_pull_stamps_what_was_made_before_and_loses_nobody(make: Make) -> None:
+def test_a_pull_stamps_what_was_made_before_and_loses_no_request(make: Make) -> None:
     engine = make()
     lengths = {f"r{at}": 10 + 5 * at for at in range(MAX_RUNNING + 2)}
     engine.submit([request(name, most=most) for name, most in lengths.items()])
@@ -114,7 +114,7 @@ def test_weights_that_are_too_old_are_refused_in_one_line(make: Make) -> None:
         make().pull(lambda _: 2, 3)
 
 
-def test_a_bad_request_fails_by_name_and_harms_nobody(make: Make) -> None:
+def test_a_bad_request_fails_by_name_and_harms_no_other(make: Make) -> None:
     engine = make()
     good = request("good")
     spent = resumed(good, Result("spent", 1, "length", [], [], ((0, 30),), 0))
@@ -132,7 +132,7 @@ def _fields(one: Request) -> tuple:
     return one.epoch, one.prompt, one.tokens, one.logprobs, one.spans, one.group, one.sampling
 
 
-def test_what_is_dropped_is_never_heard_of_again_and_its_name_is_free(make: Make) -> None:
+def test_a_dropped_request_is_never_reported_and_its_name_is_free(make: Make) -> None:
     engine = make()
     engine.submit([request("a"), request("b", most=3)])
     engine.abort(["a", "a", "nobody"])
@@ -144,7 +144,7 @@ def test_what_is_dropped_is_never_heard_of_again_and_its_name_is_free(make: Make
     }
 
 
-def test_one_that_comes_back_can_be_sent_again_before_it_was_told(make: Make) -> None:
+def test_a_returned_request_can_be_sent_again_before_it_was_reported(make: Make) -> None:
     engine = make()
     engine.submit([request("a")])
     engine.step()
@@ -185,7 +185,7 @@ class Walk(RuleBasedStateMachine):
         self.ended: set[str] = set()
 
     def look(self, at: int) -> None:
-        """Whatever is new since the last look is of the present version."""
+        """Tokens that are new since the last look have the present version."""
         for name in [name for name, where in self.where.items() if where == at]:
             part = self.engines[at].peek(name, 0)
             self.stamp(name, at, () if part is None else part.spans)

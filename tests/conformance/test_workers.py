@@ -1,4 +1,4 @@
-"""What a rollout worker promises over every engine: the order of commands, and what is told when."""
+"""What a rollout worker promises over every engine: the order of commands, and what is reported when."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.rollout.engine import Engine, Sampling
-from staleflow.simulate.rollout import requested
-from staleflow.types import TOKEN, Abort, Command, Fence, Interrupt, Pull, Submit, Work
+from staleflow.simulate.rollout import modelled_request
+from staleflow.types import TOKEN, Command, Drop, Fence, PullWeights, Return, Submit, Work
 from staleflow.workers.rollout import Requests, RolloutWorker
 from tests.conformance.engines import Kind, SameWeights, count, modelled
 
@@ -19,7 +19,7 @@ MOST = Sampling(max_tokens=40)
 
 
 def new(engine: Engine, payload: bool, incarnation: int = 4) -> RolloutWorker:
-    ask = Requests(MOST, seed=0) if payload else lambda each: replace(requested(each), sampling=MOST)
+    ask = Requests(MOST, seed=0) if payload else lambda each: replace(modelled_request(each), sampling=MOST)
     return RolloutWorker("i0", engine, SameWeights(), ask, incarnation)
 
 
@@ -55,9 +55,9 @@ def test_commands_are_applied_in_order_without_gaps_once_and_none_of_an_earlier_
 
 def test_nothing_behind_a_pull_is_applied_before_it_was_made(make: Make, kind: Kind) -> None:
     one = new(make(), kind.payload)
-    one.hear(Pull(Fence(1, 4, 1), 2))
+    one.hear(PullWeights(Fence(1, 4, 1), 2))
     one.hear(Submit(Fence(1, 4, 2), [work("a")]))
-    one.hear(Pull(Fence(1, 4, 3), 3))
+    one.hear(PullWeights(Fence(1, 4, 3), 3))
     one.hear(Submit(Fence(1, 4, 4), [work("b")]))
     assert (one.pulling, applied(one), one.applied.number) == (2, [], 1)
     one.pull()
@@ -71,36 +71,36 @@ def test_nothing_behind_a_pull_is_applied_before_it_was_made(make: Make, kind: K
 
 def test_a_new_term_is_heard_while_a_pull_of_the_old_one_is_made(make: Make, kind: Kind) -> None:
     one = new(make(), kind.payload)
-    one.hear(Pull(Fence(1, 4, 1), 2))
+    one.hear(PullWeights(Fence(1, 4, 1), 2))
     one.hear(Submit(Fence(1, 4, 2), [work("old")]))
     one.hear(Submit(Fence(2, 4, 1), [work("new")]))
     one.pull()
     assert (applied(one), one.applied) == (["new"], Fence(2, 4, 1))
 
 
-def test_with_a_pull_come_those_that_have_begun_and_were_never_told(make: Make, kind: Kind) -> None:
+def test_the_report_of_a_pull_has_those_that_have_begun_and_were_never_reported(make: Make, kind: Kind) -> None:
     one = new(make(), kind.payload)
-    resumed = Work("told", 1, "told", 6, ((0, 3),), TOKEN.type(5).tobytes() * 6, bytes(12), bytes(12))
+    resumed = Work("known", 1, "known", 6, ((0, 3),), TOKEN.type(5).tobytes() * 6, bytes(12), bytes(12))
     one.hear(Submit(Fence(1, 4, 1), [work("a"), work("b", prompt=90), resumed, work("c", prompt=90)]))
     while one.engine.peek("a", 0) is None and one.engine.busy:
         one.step()
     if one.report() is None and one.engine.peek("a", 0) is None:
         return  # one that only counts may have jumped over it
-    one.hear(Pull(Fence(1, 4, 2), 1))
+    one.hear(PullWeights(Fence(1, 4, 2), 1))
     one.pull()
     report = one.report()
     assert report is not None
-    begun = {name for name, _ in one.held() if one.engine.peek(name, 0) is not None} - {"told"}
+    begun = {name for name, _ in one.held() if one.engine.peek(name, 0) is not None} - {"known"}
     assert {news.trajectory for news in report.progress} == begun
     assert all(news.spans[0][0] == 0 for news in report.progress)
 
 
 @settings(deadline=None, derandomize=True, max_examples=40)
 @given(st.data())
-def test_every_token_is_told_once_and_in_order_whatever_comes_between(data: st.DataObject) -> None:
+def test_every_token_is_reported_once_and_in_order_whatever_comes_between(data: st.DataObject) -> None:
     one, number, known = new(modelled(Path()), payload=False), 0, dict[str, int]()
 
-    def tell(command: Callable[[Fence], Command]) -> None:
+    def send(command: Callable[[Fence], Command]) -> None:
         nonlocal number
         number += 1
         one.hear(command(Fence(1, 4, number)))
@@ -113,15 +113,15 @@ def test_every_token_is_told_once_and_in_order_whatever_comes_between(data: st.D
             case "submit":
                 name = f"t{at}"
                 known[name] = 0
-                tell(lambda fence, name=name: Submit(fence, [work(name)]))
+                send(lambda fence, name=name: Submit(fence, [work(name)]))
             case "step" if one.engine.busy:
                 one.step()
             case "interrupt":
-                tell(lambda fence, names=names: Interrupt(fence, names[:1]))
+                send(lambda fence, names=names: Return(fence, names[:1]))
             case "abort":
-                tell(lambda fence, names=names: Abort(fence, names[:1]))
+                send(lambda fence, names=names: Drop(fence, names[:1]))
             case "pull":
-                tell(lambda fence, at=at: Pull(fence, at))
+                send(lambda fence, at=at: PullWeights(fence, at))
             case kind if (report := one.report(everything=kind == "stream")) is not None:
                 news = (*report.progress, *report.finished, *report.returned)
                 assert len({each.trajectory for each in news}) == len(news), "one thing of each"

@@ -11,7 +11,7 @@ from staleflow.observe import metrics
 from staleflow.observe.metrics import MetricsLog, read_metrics
 
 
-def test_rows_come_back_and_what_is_no_number_is_null(tmp_path: Path) -> None:
+def test_rows_come_back_and_what_is_not_a_number_is_null(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     with MetricsLog(path) as log:
         log.write({"step": 1, "reward": 0.31, "loss": math.nan, "ages": {0: 5, 1: math.inf}})
@@ -60,8 +60,8 @@ def test_a_step_that_was_done_again_after_a_crash_counts_once(tmp_path: Path) ->
     for steps in ((1, 2, 3), (3, 4)):
         with MetricsLog(path) as log:
             for step in steps:
-                log.write({"step": step, "life": steps[0]})
-    assert [(row["step"], row["life"]) for row in read_metrics(path)] == [(1, 1), (2, 1), (3, 3), (4, 3)]
+                log.write({"step": step, "attempt": steps[0]})
+    assert [(row["step"], row["attempt"]) for row in read_metrics(path)] == [(1, 1), (2, 1), (3, 3), (4, 3)]
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_torn_end_of_any_kind_is_cut_off_and_the_file_continued(tmp_path: Path
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
 
 
-def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_does_not_fit_on_the_disk_is_removed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path) as log:
         log.write({"step": 1})
@@ -127,4 +127,4 @@ def test_any_row_is_one_line_of_strict_json(tmp_path_factory: pytest.TempPathFac
     data = path.read_bytes()
     assert data.count(b"\n") == 1
     assert data.endswith(b"\n")
-    json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))

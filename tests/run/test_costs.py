@@ -94,7 +94,7 @@ def test_too_few_steps_make_no_profile(cells: list[Cell]) -> None:
 
 def test_means_of_pulls_and_reports() -> None:
     costs = RunCosts()
-    costs.hear(Costs([], pulls=2, pull_s=0.2, told=4, told_s=0.1))
+    costs.hear(Costs([], pulls=2, pull_s=0.2, reported=4, reported_s=0.1))
     means = costs.means()
     assert (means["pull_s"], means["report_s"]) == pytest.approx((0.1, 0.025))
     assert Mean().value == 0.0

@@ -12,7 +12,7 @@ from staleflow.servers.journal import MemoryJournal
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.simulate.clock import VirtualLoop
-from staleflow.types import Abort, Command, Fence, InstanceState, Pull, Report, Submit, TrajectoryNews, Work
+from staleflow.types import Command, Drop, Fence, InstanceState, PullWeights, Report, Submit, TrajectoryNews, Work
 from tests.coordinator.make_situations import COST
 
 Result = TypeVar("Result")
@@ -51,11 +51,11 @@ class FakeInstance:
 
     @property
     def aborted(self) -> list[tuple[str, int]]:
-        return [name for command in self.commands if isinstance(command, Abort) for name in command.names]
+        return [name for command in self.commands if isinstance(command, Drop) for name in command.names]
 
     @property
     def pulls(self) -> list[int]:
-        return [command.version for command in self.commands if isinstance(command, Pull)]
+        return [command.version for command in self.commands if isinstance(command, PullWeights)]
 
     @property
     def state(self) -> InstanceState:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.coordinator.strategies import Consume
-from staleflow.runtime.feed import Feed
+from staleflow.runtime.feed import TrainerFeed
 from staleflow.servers.lifecycle import Trajectory
 from tests.runtime.fakes import FakeTrainer
 from tests.servers.small_server import admitted, empty_server, finish
@@ -19,7 +19,7 @@ class Bench:
         self.ledger = self.server.ledger
         self.trainer = FakeTrainer()
         self.dropped: list[Trajectory] = []
-        self.feed = Feed(self.server, self.trainer, consume, self.dropped.extend)
+        self.feed = TrainerFeed(self.server, self.trainer, consume, self.dropped.extend)
         self.committed: list[str] = []
         self.server.on_committed = lambda _, groups: self.committed.extend(group.name for group in groups)
 

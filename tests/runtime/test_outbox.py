@@ -6,7 +6,7 @@ from random import Random
 from staleflow.runtime.outbox import HeldInstance, HeldRewards, HeldTrainer, Outbox
 from staleflow.servers.journal import MemoryJournal
 from staleflow.servers.lifecycle import Group, Trajectory
-from staleflow.types import Abort, Fence, Interrupt, Pull, Submit
+from staleflow.types import Drop, Fence, PullWeights, Return, Submit
 from tests.runtime.fakes import FakeInstance, FakeRewards, FakeTrainer, on_virtual_time
 
 
@@ -61,7 +61,7 @@ def test_every_command_is_held_back_and_every_question_is_answered_at_once() -> 
     group = Group("p0", 0, 0, 10, 1)
     fence = Fence(1, 0, 1)
     journal.append(("route",))
-    for command in (Submit(fence, []), Interrupt(fence, []), Abort(fence, []), Pull(fence, 3)):
+    for command in (Submit(fence, []), Return(fence, []), Drop(fence, []), PullWeights(fence, 3)):
         held.send(command)
     fed.feed(0, [group])
     fed.finish(0)

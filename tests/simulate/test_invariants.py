@@ -59,7 +59,7 @@ def test_a_planted_mistake_is_found(message: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_group_trained_too_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger is told a larger bound than the run promises."""
+    """The ledger works with a larger bound than the run promises."""
     start = StalenessLedger.__init__
     monkeypatch.setattr(
         StalenessLedger, "__init__", lambda self, batch, bound, more=0: start(self, batch, bound + 2, more)

@@ -99,7 +99,7 @@ def test_generators_of_different_keys_differ_and_restart_alike():
     assert draws != [other.random() for _ in range(5)]
 
 
-def test_a_key_that_is_no_integer_or_string_is_refused():
+def test_a_key_that_is_not_an_integer_or_string_is_refused():
     with pytest.raises(TypeError, match=r"not 0\.5: write round\(x\) or str\(x\)"):
         Keyed(1).uniform("s", 0.5)  # pyright: ignore[reportArgumentType]
 

@@ -11,7 +11,7 @@ from staleflow.simulate.instance import Instance
 from staleflow.simulate.rollout import SimRollout
 from staleflow.simulate.setting import preset
 from staleflow.simulate.weights import SimWeights
-from staleflow.types import Abort, Fence, Pull, Report, Submit, Work
+from staleflow.types import Drop, Fence, PullWeights, Report, Submit, Work
 from staleflow.workers.rollout import STREAM_S
 
 STEP = preset("paper-14b").rollout
@@ -48,23 +48,23 @@ def test_a_command_to_an_earlier_incarnation_is_ignored_and_does_not_take_the_nu
     worker = Worker()
 
     def script() -> None:
-        worker.rollout.send(Pull(Fence(1, 0, 1), 0))
+        worker.rollout.send(PullWeights(Fence(1, 0, 1), 0))
         worker.rollout.crash()
         worker.rollout.restart()
         worker.rollout.send(Submit(Fence(1, 0, 2), work("old")))
-        worker.rollout.send(Pull(Fence(1, 1, 1), 0))
+        worker.rollout.send(PullWeights(Fence(1, 1, 1), 0))
         worker.rollout.send(Submit(Fence(1, 1, 2), work("new")))
 
     worker.run(script)
     assert set(worker.finished()) == {"new"}
 
 
-def test_a_pull_of_a_version_that_is_there_is_answered_or_the_control_plane_would_wait_for_ever() -> None:
+def test_a_pull_of_a_version_that_is_there_is_answered_or_the_control_plane_would_wait_forever() -> None:
     worker = Worker()
 
     def script() -> None:
-        worker.rollout.send(Pull(Fence(1, 0, 1), 0))
-        worker.loop.at(20.0, worker.rollout.send, Pull(Fence(2, 0, 1), 0))
+        worker.rollout.send(PullWeights(Fence(1, 0, 1), 0))
+        worker.loop.at(20.0, worker.rollout.send, PullWeights(Fence(2, 0, 1), 0))
 
     worker.run(script)
     assert [report.pulled for report in worker.reports] == [0, 0]
@@ -75,8 +75,8 @@ def test_a_version_asked_for_during_a_pull_is_loaded_before_another_token_is_mad
     worker.weights.version = 2
 
     def script() -> None:
-        worker.rollout.send(Pull(Fence(1, 0, 1), 1))
-        worker.rollout.send(Pull(Fence(1, 0, 2), 2))
+        worker.rollout.send(PullWeights(Fence(1, 0, 1), 1))
+        worker.rollout.send(PullWeights(Fence(1, 0, 2), 2))
         worker.rollout.send(Submit(Fence(1, 0, 3), work("a")))
 
     worker.run(script)
@@ -87,20 +87,20 @@ def test_a_trajectory_that_comes_again_before_the_first_has_left_is_kept_apart()
     worker = Worker()
 
     def script() -> None:
-        worker.rollout.send(Pull(Fence(1, 0, 1), 0))
+        worker.rollout.send(PullWeights(Fence(1, 0, 1), 0))
         worker.rollout.send(Submit(Fence(1, 0, 2), work("a", epoch=1)))
-        worker.rollout.send(Abort(Fence(1, 0, 3), [("a", 1)]))
+        worker.rollout.send(Drop(Fence(1, 0, 3), [("a", 1)]))
         worker.rollout.send(Submit(Fence(1, 0, 4), work("a", epoch=2)))
 
     worker.run(script)
     assert [(each.trajectory, each.epoch) for report in worker.reports for each in report.finished] == [("a", 2)]
 
 
-def test_messages_wait_while_it_hangs_and_nothing_is_said() -> None:
+def test_messages_wait_while_it_hangs_and_nothing_is_reported() -> None:
     worker = Worker()
 
     def script() -> None:
-        worker.rollout.send(Pull(Fence(1, 0, 1), 0))
+        worker.rollout.send(PullWeights(Fence(1, 0, 1), 0))
         worker.loop.at(5.0, worker.rollout.send, Submit(Fence(1, 0, 2), work("a")))
         worker.loop.at(5.1, worker.rollout.hang, 30.0)
         worker.loop.at(6.0, worker.rollout.send, Submit(Fence(1, 0, 3), work("b")))
@@ -117,7 +117,7 @@ def test_messages_wait_while_it_hangs_and_nothing_is_said() -> None:
 def test_a_pull_may_bring_a_newer_version_than_was_asked_for() -> None:
     worker = Worker()
     worker.weights.version = 3
-    worker.run(lambda: worker.rollout.send(Pull(Fence(1, 0, 1), 1)))
+    worker.run(lambda: worker.rollout.send(PullWeights(Fence(1, 0, 1), 1)))
     assert [report.pulled for report in worker.reports] == [3]
 
 
@@ -125,10 +125,10 @@ def test_tokens_carry_the_version_that_made_them_over_a_pull() -> None:
     worker = Worker()
 
     def script() -> None:
-        worker.rollout.send(Pull(Fence(1, 0, 1), 0))
+        worker.rollout.send(PullWeights(Fence(1, 0, 1), 0))
         worker.rollout.send(Submit(Fence(1, 0, 2), work("a")))
         worker.loop.at(1.2, lambda: setattr(worker.weights, "version", 1))
-        worker.loop.at(1.3, worker.rollout.send, Pull(Fence(1, 0, 3), 1))
+        worker.loop.at(1.3, worker.rollout.send, PullWeights(Fence(1, 0, 3), 1))
 
     worker.run(script)
     spans = worker.finished()["a"]
@@ -137,10 +137,10 @@ def test_tokens_carry_the_version_that_made_them_over_a_pull() -> None:
 
 
 def test_when_a_version_is_published_the_server_knows_how_large_everything_is() -> None:
-    """Levelling asks for it right then; contexts of the last pull would be a whole step old."""
+    """Levelling needs it right then; contexts of the last pull would be a whole step old."""
     setting = replace(preset("paper-14b"), instances=4, training_gpus=4, groups=8, group_size=4, steps=4, staleness=2)
     cluster = Cluster(setting, seed=3)
-    told, behind = cluster.control.on_pushed, list[int]()
+    announce, behind = cluster.control.on_pushed, list[int]()
 
     def pushed(version: int) -> None:
         now = cluster.loop.now
@@ -148,7 +148,7 @@ def test_when_a_version_is_published_the_server_knows_how_large_everything_is() 
             for name, _ in rollout.held():
                 generated = rollout.engine.instance.generated(rollout.engine._held[name].name, now)
                 behind.append(generated - cluster.control.server.trajectories[name].generated)
-        told(version)
+        announce(version)
 
     cluster.control.on_pushed = pushed  # type: ignore[method-assign]
     cluster.run()

@@ -11,8 +11,9 @@ import pytest
 from staleflow.cli import main
 from staleflow.simulate.setting import preset
 from staleflow.study import parallel
-from staleflow.study.compare import Comparison, Row, first_counted, half_width, simulated, speed
+from staleflow.study.compare import Comparison, Row, first_counted, half_width, simulate
 from staleflow.study.peers import POLICIES, STALEFLOW, chosen
+from staleflow.study.result import speed
 
 SMALL = ("--instances", "6", "--groups", "8", "--group-size", "4", "--steps", "6", "training_gpus=8")
 
@@ -80,42 +81,41 @@ def test_the_split_is_tuned_within_the_same_gpus(capsys: pytest.CaptureFixture[s
 
 def test_tuning_tries_as_many_splits_for_every_policy() -> None:
     setting = replace(preset("paper-14b"), groups=4, group_size=2, steps=3)
-    asked: list[str] = []
-    comparison = Comparison(setting, chosen("staleflow,quota"), [1], [1], tune=True, on_run=asked.append)
+    started: list[str] = []
+    comparison = Comparison(setting, chosen("staleflow,quota"), [1], [1], tune=True, on_run=started.append)
     comparison.rows()
-    tried = [len([each for each in asked if each.startswith(name) and "seed 9" in each]) for name in ("stale", "quota")]
+    tried = [sum(each.startswith(name) and "seed 9" in each for each in started) for name in ("stale", "quota")]
     assert all(4 <= count <= 6 for count in tried)
 
 
 def test_nothing_is_simulated_twice() -> None:
     setting = replace(preset("paper-14b"), instances=6, training_gpus=8, groups=4, group_size=2, steps=3)
-    asked: list[str] = []
-    comparison = Comparison(setting, chosen("synchronous,one_step"), [1, 2], [1, 2], on_run=asked.append)
+    started: list[str] = []
+    comparison = Comparison(setting, chosen("synchronous,one_step"), [1, 2], [1, 2], on_run=started.append)
     comparison.rows()
-    assert len(asked) == 4, "neither uses more of the bound than 1"
-    Comparison(setting, chosen("one_step"), [1, 2], [1, 2], on_run=asked.append, runs=comparison.runs).rows()
-    assert len(asked) == 4, "what was run before is known"
+    assert len(started) == 4, "neither uses more of the bound than 1"
+    Comparison(setting, chosen("one_step"), [1, 2], [1, 2], on_run=started.append, runs=comparison.runs).rows()
+    assert len(started) == 4, "what was run before is known"
 
 
 def test_rows_and_runs_do_not_depend_on_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = replace(preset("paper-14b"), instances=6, training_gpus=8, groups=4, group_size=2, steps=3)
 
     def compared(runs: dict[str, Row], jobs: int) -> tuple[list[Row], list[str]]:
-        asked: list[str] = []
+        started: list[str] = []
         policies = chosen("staleflow,synchronous,one_step,quota")
-        found = Comparison(setting, policies, [1, 2], [1, 2], True, on_run=asked.append, runs=runs, jobs=jobs).rows()
-        return [{name: value for name, value in row.items() if name != "wall_s_per_step"} for row in found], asked
+        found = Comparison(setting, policies, [1, 2], [1, 2], True, on_run=started.append, runs=runs, jobs=jobs).rows()
+        return [{name: value for name, value in row.items() if name != "wall_s_per_step"} for row in found], started
 
     alone: dict[str, Row] = {}
     shared: dict[str, Row] = {}
-    rows, asked = compared(alone, jobs=1)
-    same, told = compared(shared, jobs=2)
+    rows, started = compared(alone, jobs=1)
+    same, again = compared(shared, jobs=2)
     assert same == rows
     assert shared.keys() == alone.keys()
-    assert len(told) == len(asked) == len(alone), "nothing is simulated twice"
+    assert len(again) == len(started) == len(alone), "nothing is simulated twice"
     monkeypatch.delattr(parallel, "_Pool")
-    again, told = compared(shared, jobs=2)
-    assert (again, told) == (same, []), "what is known starts nothing"
+    assert compared(shared, jobs=2) == (same, []), "what is known starts nothing"
 
 
 def test_the_pipeline_breaks_a_bound_of_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,16 +145,16 @@ def test_tables_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert [each.split(", ")[1] for each in texts if "seed 0:" in each] == ["staleflow", "discard"], "and timelines"
 
 
-def test_a_whole_number_of_circles_is_measured_after_the_start() -> None:
+def test_a_whole_number_of_cycles_is_measured_after_the_start() -> None:
     assert [first_counted(20, bound) for bound in (0, 1, 2, 3)] == [5, 5, 7, 7]
     for steps in range(1, 40):
         for bound in range(5):
             first = first_counted(steps, bound)
             assert first >= bound + 1
             assert (steps - 1 - first) % (bound + 1) == 0 or steps - 1 - first <= bound
-    circling = {"commits": [(10.0 * step + (30.0 if step % 2 else 0.0), 100) for step in range(20)]}
-    assert speed(circling, first_counted(20, 1)) == pytest.approx(10)
-    assert speed(circling, 30) == pytest.approx(2_000 / circling["commits"][-1][0]), "too short: all of it"
+    cycling = [(10.0 * step + (30.0 if step % 2 else 0.0), 100) for step in range(20)]
+    assert speed(cycling, first_counted(20, 1)) == pytest.approx(10)
+    assert speed(cycling, 30) == pytest.approx(2_000 / cycling[-1][0]), "too short: all of it"
 
 
 def test_half_a_confidence_interval_is_students() -> None:
@@ -232,4 +232,4 @@ def test_an_instance_on_more_gpus_than_there_are_is_refused(capsys: pytest.Captu
 
 def test_a_run_is_a_plain_row() -> None:
     setting = replace(preset("paper-14b"), instances=4, training_gpus=4, groups=4, group_size=2, steps=3)
-    json.dumps(simulated(STALEFLOW, setting, 1))
+    json.dumps(simulate(STALEFLOW, setting, 1))

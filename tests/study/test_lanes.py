@@ -1,4 +1,4 @@
-"""Lanes: what is computed of a fleet in balance."""
+"""Lanes: what is computed for a fleet in balance."""
 
 import importlib.util
 from collections.abc import Callable

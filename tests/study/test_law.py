@@ -88,7 +88,7 @@ def test_a_split_without_instances_is_refused() -> None:
         with_split(BASE, 64)
 
 
-def test_the_even_ceiling_counts_the_pulls_and_prefills_that_the_longest_lives_through() -> None:
+def test_the_even_ceiling_counts_the_pulls_and_prefills_that_the_longest_goes_through() -> None:
     setting = replace(preset("paper-14b-128"), staleness=2)
     work = work_of(setting)
     once = even_ceiling(setting, True, work)

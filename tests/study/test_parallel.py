@@ -42,11 +42,11 @@ def chain(runs: dict[str, Row], *stages: list[int]) -> Unit[list[int]]:
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_units_share_runs_and_get_their_results_in_order(jobs: int) -> None:
     runs: dict[str, Row] = {"9": {"number": 9}}
-    told: list[str] = []
-    with Runner(runs, jobs, told.append) as runner:
+    started: list[str] = []
+    with Runner(runs, jobs, started.append) as runner:
         found = runner.finish([chain(runs, [1, 2], [3]), chain(runs), chain(runs, [9], [2, 4]), chain(runs, [3])])
     assert found == [[1, 2, 3], [], [9, 2, 4], [3]]
-    assert sorted(told) == [f"run {number}" for number in (1, 2, 3, 4)]
+    assert sorted(started) == [f"run {number}" for number in (1, 2, 3, 4)]
     assert all((runs[each]["pid"] == os.getpid()) == (jobs == 1) for each in "1234")
     if jobs > 1:
         assert runs["1"]["threads"] == ["1"] * len(ONE_THREAD), "processes times threads would be too many"
@@ -54,9 +54,9 @@ def test_units_share_runs_and_get_their_results_in_order(jobs: int) -> None:
 
 def test_one_process_finishes_one_unit_after_the_other() -> None:
     runs: dict[str, Row] = {}
-    told: list[str] = []
-    Runner(runs, on_run=told.append).finish([chain(runs, [1], [2]), chain(runs, [3], [4])])
-    assert told == [f"run {number}" for number in (1, 2, 3, 4)]
+    started: list[str] = []
+    Runner(runs, on_run=started.append).finish([chain(runs, [1], [2]), chain(runs, [3], [4])])
+    assert started == [f"run {number}" for number in (1, 2, 3, 4)]
 
 
 def test_what_cannot_be_is_refused_before_anything_runs() -> None:

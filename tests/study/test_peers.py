@@ -71,7 +71,7 @@ def test_a_quota_lets_a_slow_group_be_trained_too_late(name: str) -> None:
     assert max(cluster.recorder.group_staleness) > SMALL.staleness
 
 
-def test_discarding_wastes_tokens_and_trains_shorter_replies() -> None:
+def test_discarding_wastes_tokens_and_trains_shorter_responses() -> None:
     result = row(run(named("discard")), 1.0)
     assert result["wasted"][OVER_AGE] > 0
     assert result["length_shift"] > row(run(named("window_wait")), 1.0)["length_shift"]
@@ -90,7 +90,7 @@ def test_colocated_gpus_do_both_and_pay_for_the_change() -> None:
     assert cluster.recorder.token_staleness.keys() == {0}
 
 
-def test_without_interruption_no_reply_mixes_versions() -> None:
+def test_without_interruption_no_response_mixes_versions() -> None:
     for name in ("quota", "one_step"):
         spans: list[int] = []
         policy = named(name)
@@ -235,8 +235,8 @@ def test_variants_of_lengths_change_what_they_say() -> None:
     assert 5_000 < means["long"] < 6_000
 
 
-def test_a_step_that_trains_for_hours_is_no_stall() -> None:
-    """Few GPUs for long replies: nothing is heard for more than an hour while they are trained."""
+def test_a_step_that_trains_for_hours_is_not_a_stall() -> None:
+    """Few GPUs for long responses: there is no news for more than an hour while they are trained."""
     slow = replace(SMALL, training_gpus=1, steps=2, trainer_per_token_gpu_s=1.0)
     cluster = Cluster(slow, 1)
     cluster.run()

@@ -62,7 +62,7 @@ def test_where_the_tail_binds_the_bound_is_worth_turning() -> None:
     assert found.best.setting.staleness == turned[-1].value
 
 
-def test_no_cap_cuts_off_more_than_a_few_replies() -> None:
+def test_no_cap_cuts_off_more_than_a_few_responses() -> None:
     found = make_plan(BASE, Search(most_staleness=0, most_groups=8, most_cut=0.0))
     caps = [turn for turn in found.turns if turn.knob == "cap"]
     assert [turn.taken for turn in caps] == [False]

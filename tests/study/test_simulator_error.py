@@ -23,24 +23,24 @@ def bench() -> ModuleType:
     return module
 
 
-def row(bench: ModuleType, name: str, calibration: bool, told: float) -> dict[str, Any]:
-    metrics = {key: bench.compared(key, 0.5, told) for key in bench.METRICS}
+def row(bench: ModuleType, name: str, calibration: bool, simulated: float) -> dict[str, Any]:
+    metrics = {key: bench.compared(key, 0.5, simulated) for key in bench.METRICS}
     return {"setting": name, "seed": 0, "calibration": calibration, "metrics": metrics, "fixed_shares": metrics}
 
 
-def results(bench: ModuleType, told: float) -> dict[str, Any]:
-    rows = [row(bench, "bound 2", True, 0.9), row(bench, "bound 1", False, told)]
+def results(bench: ModuleType, simulated: float) -> dict[str, Any]:
+    rows = [row(bench, "bound 2", True, 0.9), row(bench, "bound 1", False, simulated)]
     about = {"alone": 0.95, "trainer_beside_instances": 0.6}
     return {"steps": 30, "cores": 2, "calibration": about, "rows": rows, "worst": bench.worst(rows)}
 
 
 def test_the_calibration_is_a_table_of_its_own_and_does_not_count(bench: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "found.json").write_text(json.dumps(results(bench, 0.54)))
-    told = bench.section(tmp_path / "found.json")
-    calibrated, predicted = told.split("\n\n")[1:3]
+    text = bench.section(tmp_path / "found.json")
+    calibrated, predicted = text.split("\n\n")[1:3]
     assert ("bound 2" in calibrated, "bound 1" in calibrated) == (True, False)
     assert ("bound 2" in predicted, "bound 1" in predicted) == (False, True)
-    assert "tokens/s 8.0 % (within 10 %)" in told, "0.9 for 0.5 in the calibration is no error of a prediction"
+    assert "tokens/s 8.0 % (within 10 %)" in text, "0.9 for 0.5 in the calibration is not an error of a prediction"
     assert "beyond 10 %" in bench.section(results(bench, 0.4))
 
 

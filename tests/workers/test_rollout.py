@@ -1,4 +1,4 @@
-"""However often trajectories are moved and told of: every token is told once, in order, with its version."""
+"""However often trajectories are moved and reported: every token is reported once, in order, with its version."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from staleflow.rollout.builtin import EngineOptions, TorchEngine
 from staleflow.rollout.engine import Sampling
-from staleflow.types import TOKEN, Abort, Command, Fence, Interrupt, Pull, Submit, TrajectoryNews, Work
+from staleflow.types import TOKEN, Command, Drop, Fence, PullWeights, Return, Submit, TrajectoryNews, Work
 from staleflow.workers.meter import Meter
 from staleflow.workers.rollout import Requests, RolloutWorker
 from tests.tiny_models import save_tiny
@@ -45,7 +45,7 @@ def obey(each: RolloutWorker, command: Command) -> None:
 
 
 class Desk:
-    """The control plane's view: what is known of each trajectory, pieced together from what was told."""
+    """The control plane's view: what is known of each trajectory, pieced together from what was reported."""
 
     def __init__(self, count: int) -> None:
         self.tokens: dict[str, list[int]] = {f"t{at}": [] for at in range(count)}
@@ -61,31 +61,31 @@ class Desk:
         prompt = np.array([5 + int(name[1:]), 7, 9], TOKEN).tobytes()
         return Work(name, self.epoch[name], name, 3, self.spans[name], prompt, tokens, self.logprobs[name])
 
-    def hear(self, told: TrajectoryNews) -> None:
-        name = told.trajectory
-        assert told.epoch == self.epoch[name]
-        if told.chunk is not None:
-            assert told.chunk.start == len(self.tokens[name]), "neither a gap nor a repetition"
-            self.tokens[name] += np.frombuffer(told.chunk.tokens, TOKEN).tolist()
-            self.logprobs[name] += told.chunk.logprobs
-        self.spans[name] = told.spans
-        assert sum(count for _, count in told.spans) == len(self.tokens[name]) == len(self.logprobs[name]) // 4
-        versions = [version for version, _ in told.spans]
+    def hear(self, reported: TrajectoryNews) -> None:
+        name = reported.trajectory
+        assert reported.epoch == self.epoch[name]
+        if reported.chunk is not None:
+            assert reported.chunk.start == len(self.tokens[name]), "neither a gap nor a repetition"
+            self.tokens[name] += np.frombuffer(reported.chunk.tokens, TOKEN).tolist()
+            self.logprobs[name] += reported.chunk.logprobs
+        self.spans[name] = reported.spans
+        assert sum(count for _, count in reported.spans) == len(self.tokens[name]) == len(self.logprobs[name]) // 4
+        versions = [version for version, _ in reported.spans]
         assert all(one != other for one, other in pairwise(versions)), "one span for tokens that belong together"
 
     def news(self, at: int, each: RolloutWorker, everything: bool) -> None:
         news = each.report(everything)
         if news is None:
             return
-        told_of = [told.trajectory for told in (*news.progress, *news.finished, *news.returned)]
-        assert len(told_of) == len(set(told_of)), "one thing of each trajectory: their tokens are kept by name"
-        for told in news.progress:
-            self.hear(told)
-        for told in (*news.finished, *news.returned):
-            self.hear(told)
-            assert self.where[told.trajectory] == at
-            self.where[told.trajectory] = None
-        self.finished |= {told.trajectory for told in news.finished}
+        names = [reported.trajectory for reported in (*news.progress, *news.finished, *news.returned)]
+        assert len(names) == len(set(names)), "one thing of each trajectory: their tokens are kept by name"
+        for reported in news.progress:
+            self.hear(reported)
+        for reported in (*news.finished, *news.returned):
+            self.hear(reported)
+            assert self.where[reported.trajectory] == at
+            self.where[reported.trajectory] = None
+        self.finished |= {reported.trajectory for reported in news.finished}
         assert not news.failed
 
 
@@ -123,17 +123,17 @@ def test_moved_trajectories_draw_what_they_would_have_drawn_undisturbed(folder: 
                     obey(workers[at], Submit(fence(at), [desk.work(waiting[0])]))
                     desk.where[waiting[0]] = at
             case "interrupt":
-                obey(workers[at], Interrupt(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
-            case "abort":  # what was not told is lost, as when an instance dies
+                obey(workers[at], Return(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
+            case "abort":  # what was not reported is lost, as when an instance dies
                 desk.news(at, workers[at], everything=data.draw(st.booleans()))
                 here = [name for name in here if desk.where[name] == at]
-                obey(workers[at], Abort(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
+                obey(workers[at], Drop(fence(at), [(name, desk.epoch[name]) for name in here[:1]]))
                 for name in here[:1]:
                     desk.where[name] = None
             case "pull":
                 newest = max(each.engine.snapshot().version for each in workers)
                 if not here or workers[at].engine.snapshot().version < newest:
-                    obey(workers[at], Pull(fence(at), newest + 1))
+                    obey(workers[at], PullWeights(fence(at), newest + 1))
             case "news":
                 desk.news(at, workers[at], everything=data.draw(st.booleans()))
     expected = undisturbed(folder, count)
@@ -145,21 +145,21 @@ def test_moved_trajectories_draw_what_they_would_have_drawn_undisturbed(folder: 
 
 def test_commands_of_an_earlier_control_plane_are_ignored(folder: Path) -> None:
     desk, alone = Desk(1), worker(folder)
-    obey(alone, Pull(Fence(2, 1, 1), 3))
+    obey(alone, PullWeights(Fence(2, 1, 1), 3))
     obey(alone, Submit(Fence(1, 1, 7), [desk.work("t0")]))
     assert not alone.engine.busy
 
 
-def test_tokens_of_the_old_version_are_told_with_the_pull(folder: Path) -> None:
+def test_tokens_of_the_old_version_are_reported_with_the_pull(folder: Path) -> None:
     desk, alone = Desk(1), worker(folder)
     obey(alone, Submit(Fence(1, 1, 1), [desk.work("t0")]))
     alone.step()
     alone.step()
-    obey(alone, Pull(Fence(1, 1, 2), 1))
+    obey(alone, PullWeights(Fence(1, 1, 2), 1))
     news = alone.report()
     assert news is not None
     assert news.pulled == 1
-    assert [version for told in news.progress for version, _ in told.spans] == [0]
+    assert [version for reported in news.progress for version, _ in reported.spans] == [0]
 
 
 def test_another_seed_draws_other_tokens(folder: Path) -> None:
@@ -177,7 +177,7 @@ def undisturbed_with(folder: Path, seed: int) -> dict[str, list[int]]:
     return desk.tokens
 
 
-def test_a_request_that_the_engine_refuses_is_told_as_failed(folder: Path) -> None:
+def test_a_request_that_the_engine_refuses_is_reported_as_failed(folder: Path) -> None:
     alone = worker(folder)
     obey(alone, Submit(Fence(1, 1, 1), [Work("t0", 1, "t0", 1, (), np.array([9999], TOKEN).tobytes())]))
     alone.step()
@@ -186,26 +186,26 @@ def test_a_request_that_the_engine_refuses_is_told_as_failed(folder: Path) -> No
     assert [name for name, _, _ in news.failed] == ["t0"]
 
 
-def test_what_was_interrupted_and_then_dropped_is_not_told_of(folder: Path) -> None:
+def test_what_was_interrupted_and_then_dropped_is_not_reported(folder: Path) -> None:
     """The engine still returns it with its next step; by then it may even be here again, in another epoch."""
     desk, alone = Desk(1), worker(folder)
     obey(alone, Submit(Fence(1, 1, 1), [desk.work("t0")]))
     alone.step()
-    obey(alone, Interrupt(Fence(1, 1, 2), [("t0", 1)]))
-    obey(alone, Abort(Fence(1, 1, 3), [("t0", 1)]))
+    obey(alone, Return(Fence(1, 1, 2), [("t0", 1)]))
+    obey(alone, Drop(Fence(1, 1, 3), [("t0", 1)]))
     obey(alone, Submit(Fence(1, 1, 4), [desk.work("t0")]))
     alone.step()
     news = alone.report()
     assert news is None or not news.returned
 
 
-def test_a_trajectory_that_ends_right_after_a_pull_is_told_of_once(folder: Path) -> None:
-    """Its tokens before the pull were told in the same message as its end, and one of the two was taken for a lie."""
+def test_a_trajectory_that_ends_right_after_a_pull_is_reported_once(folder: Path) -> None:
+    """Its tokens before the pull came in the same message as its end, and one of the two was taken for a lie."""
     desk, alone = Desk(1), worker(folder)
     obey(alone, Submit(Fence(1, 1, 1), [desk.work("t0")]))
     desk.where["t0"] = 0
     alone.step()
-    obey(alone, Pull(Fence(1, 1, 2), 1))
+    obey(alone, PullWeights(Fence(1, 1, 2), 1))
     while alone.engine.busy:
         alone.step()
     desk.news(0, alone, everything=True)
@@ -221,9 +221,9 @@ def test_every_step_is_measured_once_and_so_is_what_was_prefilled(folder: Path) 
     for _ in range(4):
         meter.step()
         steps += 1
-    each.hear(Pull(Fence(1, 1, 2), 1))
+    each.hear(PullWeights(Fence(1, 1, 2), 1))
     meter.pull()
-    cells, pulls, told, tokens = [], 0, 0, 0
+    cells, pulls, reported, tokens = [], 0, 0, 0
     while each.engine.busy:
         meter.step()
         steps += 1
@@ -231,11 +231,11 @@ def test_every_step_is_measured_once_and_so_is_what_was_prefilled(folder: Path) 
             report = meter.report(everything=False)
             cells += report.costs.cells
             pulls += report.costs.pulls
-            told += report.costs.told
+            reported += report.costs.reported
             tokens += sum(count for news in report.finished for _, count in news.spans)
     assert sum(cell.count for cell in cells) == steps
     assert sum(cell.running for cell in cells) == tokens
     before = 3 * 3 + 3 * (3 + 4)  # prompts at first; with what was made until then after the pull
     assert sum(cell.prefilled for cell in cells) == before
     assert all(cell.mixed == bool(cell.prefilled) for cell in cells)
-    assert (pulls, told) == (1, 3)
+    assert (pulls, reported) == (1, 3)

@@ -1,4 +1,4 @@
-"""Who decides in a simulated run: StaleFlow, or a peer for comparison.
+"""Policies: who decides in a simulated run, StaleFlow or a peer for comparison.
 
 A policy is a ledger (which groups start, which are trained), the strategies it fixes, and a control plane. StaleFlow's
 own is the production one, unchanged, with whatever strategies the setting has. Peers differ from it in nothing but the
@@ -26,7 +26,7 @@ from staleflow.study.peers.slots import LiteralSlotLedger, SlotLedger
 SHIPPED = {"consume": "batch", "routing": "least_loaded", "synchronisation": "greedy", "migration": "off"}
 """A whole step at once, the instance with the fewest requests, everybody pulls when there is something new."""
 DRAINING = SHIPPED | {"synchronisation": "starved"}
-"""Without interruption: an instance that is behind gets nothing new, and pulls when it has run empty."""
+"""Without interruption: an instance that is behind gets nothing new, and pulls once it is empty."""
 
 
 PEERS = (

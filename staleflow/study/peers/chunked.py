@@ -1,6 +1,6 @@
-"""Streamed consumption in chunks: a trainer that starts on no fewer groups than a chunk has.
+"""Streamed consumption in chunks: a trainer that starts on whole chunks of groups only.
 
-Not a peer: it shows what it is worth to feed single groups. With chunks of a whole batch nothing is left of streaming.
+Not a peer: it shows what feeding single groups is worth. With chunks of a whole batch nothing is left of streaming.
 """
 
 from staleflow.protocol import StalenessLedger

@@ -1,6 +1,6 @@
 """prime-rl's and TRL's rule: start what the window has room for, train what is complete, throw away what is too old.
 
-When a version appears, every group that its step could not train any more is cancelled, in flight or complete, and its
+When a version appears, every group that its step can no longer train is cancelled, in flight or complete, and its
 prompt is drawn again. That keeps the bound, at the price of the tokens and of the long responses among them.
 """
 

@@ -1,6 +1,6 @@
-"""What the ledgers of all peers have in common: who is live, who is complete, who is leased.
+"""What the ledgers of all peers have in common: which groups are live, complete and leased.
 
-A peer stands where the staleness ledger stands, so everything else of a run (trajectory server, routing, engines,
+A peer takes the place of the staleness ledger, so everything else of a run (trajectory server, routing, engines,
 trainer, workload) is the same for all. It answers two questions, and neither answer promises a bound:
 
 ``quota``  how many more groups may be started now, on the newest version;
@@ -28,26 +28,26 @@ class PeerLedger:
         self.redundancy = redundancy
         self.version = 0
         self.groups: dict[str, LiveGroup] = {}
-        """All that are live."""
+        """All live groups."""
         self.in_flight: dict[str, LiveGroup] = {}
         self.complete: dict[str, LiveGroup] = {}
-        """In the order of completion."""
+        """Complete groups, in the order of completion."""
         self.leased: list[LiveGroup] = []
         self.committed = 0
         self.released: dict[str, int] = {}
         self._order = 0
 
     def quota(self) -> int:
-        """By default as many as the steps up to the bound have places for."""
+        """Groups that may start now: by default as many as the steps up to the bound have places for."""
         return (self.version + self.max_staleness + 1) * self.batch_size - self.admitted
 
     def pick(self) -> list[LiveGroup]:
-        """By default whatever is complete, the oldest version first."""
+        """Groups the open step may train now: by default all complete ones, the oldest version first."""
         return sorted(self.complete.values(), key=lambda group: (group.deadline, group.order))
 
     @property
     def admitted(self) -> int:
-        """Groups that were started and not given up."""
+        """Groups that were reserved and not released."""
         return self.committed + len(self.groups)
 
     @property
@@ -130,7 +130,7 @@ class PeerLedger:
     # For people
 
     def blocking(self) -> list[str]:
-        """None by name: the open step takes whatever is complete."""
+        """Nothing is waited for by name: the open step takes whatever is complete."""
         return []
 
     def view(self) -> list[StepView]:
@@ -147,6 +147,6 @@ class PeerLedger:
         )
 
     def to_state(self) -> dict[str, Any]:
-        """The live groups, which is what invariants compare with the server's."""
+        """The live groups, which the invariants compare with the server's."""
         entries = self.groups.values()
         return {"groups": [[entry.name, entry.deadline - self.max_staleness, entry.state] for entry in entries]}

@@ -27,7 +27,7 @@ class WindowLedger(PeerLedger):
         return [group for group in self.complete.values() if self._step(group.name) == self.frontier]
 
     def blocking(self) -> list[str]:
-        """What is in flight of the open step, once all of it has started."""
+        """Groups of the open step in flight, once all of its groups are reserved."""
         whole = sum(self._step(name) == self.frontier for name in self.places) == self.batch_size
         return [name for name in self.in_flight if self._step(name) == self.frontier] if whole else []
 
@@ -51,7 +51,7 @@ class WindowLedger(PeerLedger):
 
 class OneStepLedger(WindowLedger):
     def quota(self) -> int:
-        """What is left of the batch whose turn it is."""
+        """The groups still to start in the batch whose turn it is."""
         batch = self.admitted // self.batch_size
         earlier = any(self._step(name) < batch for name in self.in_flight)
         return 0 if earlier or batch > self.version + 1 else (batch + 1) * self.batch_size - self.admitted

@@ -8,4 +8,4 @@ from staleflow.study.peers.ledger import PeerLedger
 
 
 class QuotaLedger(PeerLedger):
-    """The rule that all peers have by default, and nothing else."""
+    """The default rule of ``PeerLedger``, and nothing else."""

@@ -6,17 +6,17 @@ from hypothesis import strategies as st
 
 from staleflow.runtime.local.link import pack, unpacker
 from staleflow.types import (
-    Abort,
     Cell,
     Chunk,
     Costs,
+    Drop,
     Failed,
     Feed,
     Fence,
     Finish,
     FromProcess,
     InstanceState,
-    Pull,
+    PullWeights,
     Pushed,
     Report,
     Row,
@@ -35,8 +35,8 @@ work = st.builds(Work, names, ints, names, ints, spans, st.binary(), st.binary()
 rows = st.builds(Row, names, st.binary(), st.binary(), st.binary(), spans, st.floats(allow_nan=False))
 to_process = st.one_of(
     st.builds(Submit, fences, st.lists(work, max_size=3)),
-    st.builds(Abort, fences, st.lists(st.tuples(names, ints), max_size=3)),
-    st.builds(Pull, fences, ints),
+    st.builds(Drop, fences, st.lists(st.tuples(names, ints), max_size=3)),
+    st.builds(PullWeights, fences, ints),
     st.builds(Feed, ints, st.lists(st.lists(rows, max_size=2), max_size=2)),
     st.builds(Finish, ints),
     st.just(Stop()),
