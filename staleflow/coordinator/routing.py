@@ -87,18 +87,9 @@ class _Rows:
 
     def __init__(self, fleet: Fleet) -> None:
         self.few = len(fleet.names) <= FEW
-        self.fleet = fleet if self.few else fleet.copy()
-        self.running, self.context, self.kv_free, self.max_running, self.version, self.speed = map(
-            self.column,
-            (
-                self.fleet.running,
-                self.fleet.context,
-                self.fleet.kv_free,
-                self.fleet.max_running,
-                self.fleet.version,
-                self.fleet.speed,
-            ),
-        )
+        self.fleet = fleet = fleet if self.few else fleet.copy()
+        self.running, self.context, self.kv_free = map(self.column, (fleet.running, fleet.context, fleet.kv_free))
+        self.max_running, self.version, self.speed = map(self.column, (fleet.max_running, fleet.version, fleet.speed))
 
     def column(self, values: NDArray[Any]) -> Any:
         return values.tolist() if self.few else values.data

@@ -28,15 +28,12 @@ from staleflow.errors import RunError
 from staleflow.runtime.feed import TrainerFeed
 from staleflow.runtime.fleet import Member
 from staleflow.runtime.ports import InstancePort, RewardPort, TrainerPort
+from staleflow.runtime.reports import Reports
 from staleflow.runtime.scoring import Scoring
 from staleflow.runtime.situate import MOST_QUEUED, Watch
 from staleflow.servers.lifecycle import Group, Trajectory
-from staleflow.servers.payloads import BadReportError
 from staleflow.servers.trajectories import Prompts, TrajectoryServer
-from staleflow.types import Chunk, Report, Spans, TrajectoryNews
-
-MOST_FAULTS = 3
-"""So many reports about one trajectory that cannot be true, and its group is given up."""
+from staleflow.types import Report
 
 LOOK_S = 5.0
 """How often a decision is made when nothing seems to need one."""
@@ -83,12 +80,11 @@ class ControlPlane:
         self.members: dict[str, Member] = {}
         self.watch = Watch(server, self.members, settings.strategies, settings.cost, settings.pull_s)
         self.on_decision: Callable[[float, Decision], None] = lambda _time, _decision: None
-        self.on_bad_report: Callable[[str, str], None] = lambda _instance, _why: None
-        """Told of reports that cannot be true: the instance, and what is wrong in one line."""
         self.filter: Callable[[Group], str | None] = lambda _: None
         """Why a complete group is not worth training on, if it is not (no learning signal, say)."""
         self._prompts = prompts
         self.scoring = Scoring(rewards, settings.reward_timeout_s, settings.reward_tries, self._not_scored)
+        self.reports = Reports(server, self.scoring, self.watch.gauge, self._release)
         self._feed = TrainerFeed(server, trainer, settings.strategies.consume, self._drop)
         self._work = asyncio.Event()
         self._done = asyncio.Event()
@@ -96,8 +92,6 @@ class ControlPlane:
         self._look_at = 0.0
         self._news_at = 0.0
         """When something last happened."""
-        self._truncating: set[str] = set()
-        """Trajectories that are to end where they are, once their instance has returned them."""
 
     async def run(self, steps: int) -> None:
         """Train until ``steps`` versions have been made."""
@@ -183,7 +177,7 @@ class ControlPlane:
         lost = [(each.name, each.epoch) for each in member.residents.values()]
         for each in list(member.residents.values()):
             self.server.give_back(each.name, each.epoch, each.spans)
-            self._truncating.discard(each.name)
+            self.reports.truncating.discard(each.name)
         member.lost = lost
         member.residents, member.issued, member.pulling = {}, [], None
 
@@ -194,20 +188,7 @@ class ControlPlane:
         if member is None or report.incarnation != member.incarnation or self.over:
             return
         member.touched = True
-        for news in report.progress:
-            self._believe(member, self.server.stream, news)
-        for news in report.finished:
-            if self._believe(member, self.server.generated, news):
-                trajectory = self.server.trajectories[news.trajectory]
-                self.watch.gauge.finished(trajectory.generated, trajectory.group.version or 0)
-                self.scoring.ask(trajectory)
-                self._truncating.discard(news.trajectory)
-                member.residents.pop(news.trajectory, None)
-        for news in report.returned:
-            if self._believe(member, self._returned, news):
-                member.residents.pop(news.trajectory, None)
-        for name, epoch, why in report.failed:
-            self._fault(member, name, epoch, why, "no engine could serve it")
+        self.reports.take(member, report)
         if report.pulled is not None:
             member.seen = max(member.seen, report.pulled)
             self._pulled(member)
@@ -225,36 +206,6 @@ class ControlPlane:
         if member.pulling is not None and member.version >= member.pulling:
             member.pulling = None
             self.watch.gauge.pull_ended(member.name, self._now())
-
-    def _believe(
-        self, member: Member, tell: Callable[[str, int, Spans, Chunk | None], bool], news: TrajectoryNews
-    ) -> bool:
-        """Tell the server. If it cannot be true, the trajectory continues elsewhere from what was known before."""
-        try:
-            return tell(news.trajectory, news.epoch, news.spans, news.chunk)
-        except BadReportError as error:
-            member.forget([(news.trajectory, news.epoch)])
-            self._fault(member, news.trajectory, news.epoch, str(error), "bad reports")
-            return False
-
-    def _fault(self, member: Member, name: str, epoch: int, why: str, reason: str) -> None:
-        """It is not to continue there. Elsewhere it may, a few times."""
-        self.on_bad_report(member.name, why)
-        self._truncating.discard(name)
-        member.residents.pop(name, None)
-        trajectory = self.server.fault(name, epoch, why)
-        if trajectory is not None and trajectory.faults >= MOST_FAULTS:
-            self._release(trajectory.group, reason)
-
-    def _returned(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None) -> bool:
-        trajectory = self.server.trajectories.get(name)
-        if trajectory is None or trajectory.epoch != epoch or name not in self._truncating:
-            return self.server.give_back(name, epoch, spans, chunk)
-        self._truncating.discard(name)
-        news = bool(spans) and self.server.generated(name, epoch, spans, chunk)
-        if news:
-            self.scoring.ask(self.server.trajectories[name])
-        return news or self.server.give_back(name, epoch, spans)
 
     def on_scored(self, name: str, reward: float) -> None:
         if not self.scoring.answered(name):
@@ -344,7 +295,7 @@ class ControlPlane:
                     if self.server.interrupt(name):
                         interrupted.setdefault(instance, []).append(self.server.trajectories[name])
                     if isinstance(command, Truncate):
-                        self._truncating.add(name)
+                        self.reports.truncating.add(name)
                 case Pull(instance, version):
                     self.members[instance].pull(version)
                     self.watch.gauge.pull_began(instance, self._now())
@@ -410,31 +361,14 @@ class ControlPlane:
             await asyncio.sleep(self.settings.instance_timeout_s / 4)
             self._watch(self._now())
             if self._now() - self._news_at > self.settings.stall_s:
-                raise StalledError(self.stalled())
+                silence = f"nothing was heard for {self.settings.stall_s:g} s"
+                raise StalledError(f"{self.watch.stalled()}, {silence}")
             self._work.set()
 
     @property
     def cost_error(self) -> float:
         """How far the coordinator's cost model is from the steps that the instances measured."""
         return self.watch.table.cost_error
-
-    def waits_for(self) -> str:
-        """What the open step waits for, in a few words."""
-        if self.ledger.frontier > self.ledger.version:
-            return f"the trainer to push version {self.ledger.frontier}"
-        waiting = self.ledger.blocking()
-        what = f"groups {', '.join(waiting[:8])}" if waiting else "more complete groups"
-        if self.server.short_of_memory:
-            what += " (prompts wait for memory that consumed trajectories will free)"
-        return f"{what} ({self.ledger.taken} of {self.ledger.batch_size} are there)"
-
-    def stalled(self) -> str:
-        """Why the run does not go on, in one line."""
-        alive = sum(member.alive for member in self.members.values())
-        return (
-            f"step {self.ledger.version} waits for {self.waits_for()}; {alive} of {len(self.members)} instances are "
-            f"alive, nothing was heard for {self.settings.stall_s:g} s"
-        )
 
     def _watch(self, now: float) -> None:
         """Find instances that died, that came back, or that are a new incarnation."""

@@ -161,6 +161,23 @@ class Watch:
             self._table = FleetTable(list(self._members.values()), self._cost, self._strategies.headroom)
         return self._table
 
+    def waits_for(self) -> str:
+        """What the open step waits for, in a few words."""
+        ledger = self._server.ledger
+        if ledger.frontier > ledger.version:
+            return f"the trainer to push version {ledger.frontier}"
+        waiting = ledger.blocking()
+        what = f"groups {', '.join(waiting[:8])}" if waiting else "more complete groups"
+        if self._server.short_of_memory:
+            what += " (prompts wait for memory that consumed trajectories will free)"
+        return f"{what} ({ledger.taken} of {ledger.batch_size} are there)"
+
+    def stalled(self) -> str:
+        """Why the run does not continue, in one line."""
+        alive = sum(member.alive for member in self._members.values())
+        step = self._server.ledger.version
+        return f"step {step} waits for {self.waits_for()}; {alive} of {len(self._members)} instances are alive"
+
     def situation(self, now: float) -> Situation:
         """One consistent picture of this moment."""
         server, table, strategies, blocking = self._server, self.table, self._strategies, self.blocking

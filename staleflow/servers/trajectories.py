@@ -258,7 +258,7 @@ class TrajectoryServer(Book):
 
     def _record(self, event: Event, kept: tuple[str, Chunk] | None = None) -> None:
         """Apply, then write: what cannot be applied is never written, and nobody outside has been told yet."""
-        self._apply(event)
+        self._handlers[event[0]](*event[1:])
         if kept is not None and self.payloads is not None:
             self.payloads.add(*kept)
         self._write(event, kept)

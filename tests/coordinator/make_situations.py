@@ -99,6 +99,7 @@ def random_situations(draw: st.DrawFn) -> tuple[Situation, StalenessLedger]:
             max_running=draw(st.integers(1, 8)),
             alive=draw(st.sampled_from([True, True, True, False])),
             pulling=draw(st.sampled_from([False, False, True])),
+            speed=draw(st.sampled_from([1.0, 1.0, 0.7, 1.9])),
         )
         for row in range(draw(sizes))
     ]

@@ -150,6 +150,17 @@ def test_no_route_overfills_or_breaks_the_bound_in_any_situation(case: Random, r
         assert fleet.kv_free[row] >= 0
 
 
+@given(case=random_situations(), routing=st.sampled_from(sorted(ROUTING.entries)), mu=st.sampled_from([0.0, 0.3]))
+def test_few_instances_are_looked_at_one_by_one_and_many_at_once_with_the_same_routes(
+    case: Random, routing: str, mu: float
+) -> None:
+    one, strategies = case[0], Strategies(routing=routing, mu=mu)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("staleflow.coordinator.routing.FEW", -1)
+        at_once = route(one, strategies)
+    assert route(one, strategies) == at_once
+
+
 @given(random_situations(), st.sampled_from(sorted(ROUTING.entries)))
 def test_the_younger_never_gets_a_place_that_the_older_could_have_had(case: Random, routing: str) -> None:
     one, _ = case

@@ -37,7 +37,7 @@ def status_of(run: LocalRun) -> Status:
         groups_ready=counts["complete"],
         groups_in_flight=counts["live"] - counts["complete"] - counts["leased"],
         instances=tuple(_instance(run, name) for name in run.instances),
-        waiting_for=run.control.waits_for(),
+        waiting_for=run.control.watch.waits_for(),
         loss=run.loss,
         notes=run.notes,
     )

@@ -1,0 +1,83 @@
+"""What instances report, as news for the trajectory server: tokens so far, and what ended, came back or failed.
+
+A report that cannot be true changes nothing: the trajectory continues elsewhere from what was known before, and after
+``MOST_FAULTS`` of them its group is given up. ::
+
+    reports = Reports(server, scoring, gauge, release)
+    reports.take(member, report)
+"""
+
+from collections.abc import Callable
+
+from staleflow.runtime.fleet import Member
+from staleflow.runtime.scoring import Scoring
+from staleflow.runtime.situate import Gauge
+from staleflow.servers.lifecycle import Group
+from staleflow.servers.payloads import BadReportError
+from staleflow.servers.trajectories import TrajectoryServer
+from staleflow.types import Chunk, Report, Spans, TrajectoryNews
+
+MOST_FAULTS = 3
+"""Reports about one trajectory that cannot be true before its group is given up."""
+
+
+class Reports:
+    def __init__(
+        self, server: TrajectoryServer, scoring: Scoring, gauge: Gauge, release: Callable[[Group, str], None]
+    ) -> None:
+        self.truncating: set[str] = set()
+        """Trajectories that are to end where they are, once their instance has returned them."""
+        self.on_bad: Callable[[str, str], None] = lambda _instance, _why: None
+        """Called for reports that cannot be true, with the instance and what is wrong in one line."""
+        self._server = server
+        self._scoring = scoring
+        self._gauge = gauge
+        self._release = release
+
+    def take(self, member: Member, report: Report) -> None:
+        server, residents = self._server, member.residents
+        for news in report.progress:
+            self._believe(member, server.stream, news)
+        for news in report.finished:
+            if self._believe(member, server.generated, news):
+                trajectory = server.trajectories[news.trajectory]
+                self._gauge.finished(trajectory.generated, trajectory.group.version or 0)
+                self._scoring.ask(trajectory)
+                self.truncating.discard(news.trajectory)
+                residents.pop(news.trajectory, None)
+        for news in report.returned:
+            if self._believe(member, self._returned, news):
+                residents.pop(news.trajectory, None)
+        for name, epoch, why in report.failed:
+            self._fault(member, name, epoch, why, "no engine could serve it")
+
+    def _believe(
+        self, member: Member, tell: Callable[[str, int, Spans, Chunk | None], bool], news: TrajectoryNews
+    ) -> bool:
+        """Whether it was news to the server."""
+        try:
+            return tell(news.trajectory, news.epoch, news.spans, news.chunk)
+        except BadReportError as error:
+            member.forget([(news.trajectory, news.epoch)])
+            self._fault(member, news.trajectory, news.epoch, str(error), "bad reports")
+            return False
+
+    def _fault(self, member: Member, name: str, epoch: int, why: str, reason: str) -> None:
+        """It is not to continue there. Elsewhere it may, a few times."""
+        self.on_bad(member.name, why)
+        self.truncating.discard(name)
+        member.residents.pop(name, None)
+        trajectory = self._server.fault(name, epoch, why)
+        if trajectory is not None and trajectory.faults >= MOST_FAULTS:
+            self._release(trajectory.group, reason)
+
+    def _returned(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None) -> bool:
+        server = self._server
+        trajectory = server.trajectories.get(name)
+        if trajectory is None or trajectory.epoch != epoch or name not in self.truncating:
+            return server.give_back(name, epoch, spans, chunk)
+        self.truncating.discard(name)
+        news = bool(spans) and server.generated(name, epoch, spans, chunk)
+        if news:
+            self._scoring.ask(trajectory)
+        return news or server.give_back(name, epoch, spans)
