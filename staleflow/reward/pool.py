@@ -3,7 +3,8 @@
 Every response that is submitted is answered once, by ``on_reward(name, reward)`` or ``on_failure(name, why)``, in the
 event loop that started the pool. A worker that does not answer within ``timeout_s`` is killed with everything it
 started, one that dies is replaced; either costs the response it was busy with one failure, and no other response
-anything. Asking again is the control plane's business (``runtime/scoring.py``)::
+anything. Asking again is the control plane's business (``runtime/scoring.py``), but for a service that is away: then
+nobody's response has failed, and all wait, for longer and longer, until it answers or ``patience_s`` have passed::
 
     pool = RewardPool(Reward("my_module:reward", workers=2), on_reward, on_failure, decoder="tokenizer.json")
     await pool.start()                              # RewardError if the function cannot be loaded
@@ -35,6 +36,8 @@ MOST_BYTES_AHEAD = 1 << 24
 """Beyond this, no more are added: rows may be large."""
 
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
+"""Between two questions to a service that is away."""
 START_TIMEOUT_S = 60.0
 """For a worker to import the reward function."""
 
@@ -47,13 +50,24 @@ class RewardPool:
         on_failure: Callable[[str, str], None],
         stderr: int | IO[bytes] | None = None,
         decoder: str = "",
+        on_away: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``decoder``: what makes text of tokens in the workers (``load_decoder`` in worker.py); "" if nothing does."""
+        """``decoder``: what makes text of tokens in the workers (``load_decoder`` in worker.py); "" if nothing does.
+        ``on_away`` is told why, whenever a service that is away was asked in vain."""
         self.options = options
         self.replaced = 0
         """Workers that were killed or died."""
         self._on_reward = on_reward
         self._on_failure = on_failure
+        self._on_away = on_away
+        self._away_since: float | None = None
+        """When a service was first found away, if none has answered since."""
+        self._pause: asyncio.TimerHandle | None = None
+        self._pause_s = FIRST_PAUSE_S
+        self._answers = 0
+        """Rewards so far."""
+        self._held: dict[str, int] = {}
+        """By response that found the service away: how many answers there had been."""
         self._stderr = stderr
         self._decoder = decoder
         self._numbers = count()
@@ -65,6 +79,11 @@ class RewardPool:
         self._changes: set[asyncio.Task[None]] = set()
         """Workers that are being started or ended."""
         self._dispatching = False
+
+    @property
+    def away_s(self) -> float:
+        """How long a service has been away."""
+        return 0.0 if self._away_since is None else asyncio.get_running_loop().time() - self._away_since
 
     @property
     def pending(self) -> int:
@@ -88,6 +107,10 @@ class RewardPool:
         """Stop every worker. What was not scored stays unanswered."""
         self._asked.clear()
         self._queue.clear()
+        self._held.clear()
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
         for task in self._changes:
             task.cancel()
         await asyncio.gather(*self._changes, *(worker.end() for worker in self._workers), return_exceptions=True)
@@ -100,7 +123,13 @@ class RewardPool:
         name, job = due
         if self._asked.get(name) is not job:
             return
+        if answer.away and self._hold(due, answer.why):
+            return
         del self._asked[name]
+        self._held.pop(name, None)
+        if answer.reward is not None:
+            self._answers += 1
+            self._away_since, self._pause_s = None, FIRST_PAUSE_S
         try:
             if answer.reward is None:
                 self._on_failure(name, answer.why or "the reward worker gave no reason")
@@ -120,6 +149,27 @@ class RewardPool:
 
     # Within
 
+    def _hold(self, due: Due, why: str) -> bool:
+        """The service that the reward needs is away. Whether the response waits for it, and is not to blame: it is if
+        others were answered meanwhile."""
+        if self._held.setdefault(due.name, self._answers) < self._answers:
+            return False
+        loop = asyncio.get_running_loop()
+        if self._away_since is None:
+            self._away_since = loop.time()
+        if self.away_s >= self.options.patience_s:
+            return False
+        self._queue.append(due)
+        if self._pause is None:
+            self._pause = loop.call_later(self._pause_s, self._resume)
+            self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
+            self._on_away(why)
+        return True
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._dispatch()
+
     def _soon(self) -> None:
         """What is submitted in one go is sent in one go."""
         if not self._dispatching:
@@ -128,6 +178,8 @@ class RewardPool:
 
     def _dispatch(self) -> None:
         self._dispatching = False
+        if self._pause is not None:
+            return
         if not self._idle:
             for worker in tuple(self._workers):
                 worker.look()

@@ -58,6 +58,11 @@ def model_folder(
     return smollm(cache) if model == SMOLLM else Path(model)
 
 
+def decoder_of(data: Data, folder: Path) -> str:
+    """What reward workers make text of tokens with."""
+    return ADDER if data.source == ADDER else str(folder / "tokenizer.json")
+
+
 def open_task(data: Data, folder: Path, seed: int, evaluated: int) -> TaskSet:
     """``evaluated``: how many problems are held out to be evaluated, at most."""
     if data.source == ADDER:

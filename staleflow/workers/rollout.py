@@ -54,7 +54,7 @@ TOGETHER_S = 0.03
 """Trajectories that finish within this time are told together."""
 STREAM_S = 2.0
 """How often the tokens of unfinished trajectories are told: what a crash loses is younger."""
-IDLE_S = 5.0
+IDLE_S = 2.0
 """An instance without work says that it is alive this often."""
 NO_COSTS = Costs()
 
