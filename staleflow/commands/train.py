@@ -165,9 +165,8 @@ def told(summary: dict[str, Any], directory: RunDirectory) -> str:
             each = (f"{n} {name} ({why})" for name, reasons in counts.items() for why, n in reasons.items())
             lines.append(f"{what}: {', '.join(each)}")
     if summary["interrupted"]:
-        lines.append(
-            f"stopped by {summary.get('stopped_by') or 'Ctrl-C'}; continue with: staleflow train --resume {directory.path}"
-        )
+        by = summary.get("stopped_by") or "Ctrl-C"
+        lines.append(f"stopped by {by}; continue with: staleflow train --resume {directory.path}")
     lines.append(f"model: {newest(directory.checkpoints)}")
     return "\n".join(lines)
 

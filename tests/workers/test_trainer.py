@@ -17,6 +17,7 @@ from staleflow.types import (
     Feed,
     Finish,
     FromProcess,
+    Moved,
     Pushed,
     Reset,
     Row,
@@ -41,7 +42,11 @@ class Desk:
         self.out: list[Any] = []
         self.versions: dict[int, dict[str, torch.Tensor]] = {}
         self.trainer = Trainer(copy.deepcopy(base), OPTIONS)
-        self.worker = TrainerWorker(self.trainer, self, self.out.append, **options)
+        self.worker = TrainerWorker(self.trainer, self, self.hear, **options)
+
+    def hear(self, message: Any) -> None:
+        if not isinstance(message, Moved):  # signs of progress come at any time
+            self.out.append(message)
 
     def push(self, version: int, tensors: Any) -> Any:
         assert version > self.newest()
@@ -125,7 +130,7 @@ def test_engines_wait_for_the_weights_and_not_for_what_another_trainer_would_nee
     desk = Desk(base)
     for call in ("note", "keep", "wait"):
         setattr(desk, call, lambda *_, call=call: desk.out.append(call))
-    desk.worker = TrainerWorker(desk.trainer, desk, desk.out.append, standby=desk)  # pyright: ignore[reportArgumentType]
+    desk.worker = TrainerWorker(desk.trainer, desk, desk.hear, standby=desk)  # pyright: ignore[reportArgumentType]
     desk.worker.handle([Feed(0, step()), Finish(0)])
     note, push, _, said, keep = desk.out
     assert (note, push, said, keep) == ("note", ("push", 1), Pushed(1), "keep")

@@ -425,13 +425,8 @@ class LocalRun:
         """Every process may be well and the run stand still all the same: that is a mistake of ours, and not waited
         for in silence."""
         tokens = sum(port.tokens for port in self.instances.values())
-        sign = (
-            self.server.ledger.version,
-            tokens,
-            self._scored,
-            len(self.crew.incarnations),
-            self.record.tokens_wasted,
-        )
+        starts = sum(self.crew.incarnations.values())
+        sign = (self.server.ledger.version, tokens, self._scored, starts, self.record.tokens_wasted)
         if sign != self._sign or self._paused or self._pool.away_s or not self.training:
             self._sign, self._moved_at = sign, now
             return
