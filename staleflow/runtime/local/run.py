@@ -409,7 +409,6 @@ class LocalRun:
                 if each.news and not each.lost:
                     self.incidents.note(str(each))
             self._write_rows()
-            self._look_at_disk()
             self._look_at_run(self._loop.time())
 
     def _look_at_disk(self) -> None:
@@ -580,6 +579,7 @@ class LocalRun:
             self._trouble = f"cannot write {self._metrics.path} ({error.strerror}): make room"
         else:
             self._trouble = ""
+        self._look_at_disk()
 
     async def _show_for_ever(self) -> None:
         while True:
