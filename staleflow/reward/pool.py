@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from itertools import count
 from typing import IO, Any
@@ -55,8 +55,8 @@ class RewardPool:
         """``decoder``: what makes text of tokens in the workers (``load_decoder`` in worker.py); "" if nothing does.
         ``on_away`` is told why, whenever a service that is away was asked in vain."""
         self.options = options
-        self.replaced = 0
-        """Workers that were killed or died."""
+        self.replaced: Counter[str] = Counter()
+        """Workers that were killed or died, by reason."""
         self._on_reward = on_reward
         self._on_failure = on_failure
         self._on_away = on_away
@@ -262,7 +262,7 @@ class RewardPool:
         why = why or await worker.last_words()
         await worker.end()
         self._workers.discard(worker)
-        self.replaced += 1
+        self.replaced[why.partition(" (")[0] if "nonsense" in why else why] += 1
         self._give_up(worker.due, why)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from staleflow.errors import ending
 from staleflow.runtime.local.link import Channel
 from staleflow.types import FromProcess, Setup, Stop
 
@@ -28,20 +29,6 @@ STOP_S = 10.0
 """A process that has been told to stop gets so long; then it is killed."""
 REAP_S = 2.0
 """How long one that has closed its connection may take to end."""
-
-
-def ending(code: int | None) -> str:
-    """How a process ended, by its exit status, for people."""
-    if code is None:
-        return "closed its connection"
-    if code == -signal.SIGKILL:
-        return "killed (SIGKILL; out of memory?)"
-    if code < 0:
-        try:
-            return f"killed ({signal.Signals(-code).name})"
-        except ValueError:
-            return f"killed (signal {-code})"
-    return f"exit code {code}"
 
 
 class Child:

@@ -190,6 +190,8 @@ class LocalRun:
         return task
 
     def summary(self) -> dict[str, Any]:
+        if self._pool.replaced:
+            self.record.restarts["reward"] = dict(self._pool.replaced)
         return self.record.summary(self.server.ledger.counts()) | self._for_the_simulator()
 
     def _for_the_simulator(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from staleflow.runtime.local.process import ending
+from staleflow.errors import ending
 
 
 @pytest.mark.parametrize(
