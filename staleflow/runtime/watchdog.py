@@ -82,6 +82,9 @@ class Watchdog:
         else:
             works[kind] = _Asked(what, size)
 
+    def busy(self, name: str) -> bool:
+        return bool(self._asked.get(name))
+
     def moved(self, name: str, now: float) -> None:
         silence_s = now - self._moved.get(name, now)
         for asked in self._asked.get(name, {}).values():

@@ -59,7 +59,7 @@ from staleflow.types import Evaluate, Evaluated, Moved, Pushed, Ready, Report, S
 __all__ = ["LocalRun", "RunError"]
 
 START_S = 300.0
-RESCUE_S = 120.0
+RESCUE_S = 300.0
 """For the checkpoint of a run that has failed."""
 RETRY_S = 5.0
 """The last checkpoint is tried again this often on a full disk."""
@@ -428,7 +428,8 @@ class LocalRun:
         tokens = sum(port.tokens for port in self.instances.values())
         starts = sum(self.crew.incarnations.values())
         sign = (self.server.ledger.version, tokens, self._scored, starts, self.record.tokens_wasted)
-        if sign != self._sign or self._paused or self._pool.away_s or not self.training:
+        others = self._paused or self._pool.pending or self.watchdog.busy("trainer")  # who have limits of their own
+        if sign != self._sign or others or not self.training:
             self._sign, self._moved_at = sign, now
             return
         quiet_s = now - self._moved_at
@@ -443,6 +444,7 @@ class LocalRun:
         why = ""
         version = self.server.ledger.version
         if not self.directory.checkpoint(version).is_dir() or version < self.server.ledger.frontier:
+            self.incidents.note("the run cannot continue: its last version is being saved")
             self._rescuing = True
             self.crew.only("trainer")
             try:
@@ -460,8 +462,7 @@ class LocalRun:
             await trainer.how_it_ended()
             if not self.config.processes.standby:
                 raise RunError("the trainer is gone, and processes.standby is off")
-            trainer = await self._start_trainer()
-            await trainer.ready.wait()
+            await self._start_trainer()
         else:
             self.control.stop()
         await self.control.ended()
