@@ -74,8 +74,8 @@ def test_hung_processes_are_named_and_replaced_a_full_disk_is_waited_for_and_no_
     assert summary["groups_committed"] == 8 * config.groups
 
 
-def test_a_trainer_that_dies_too_often_leaves_a_checkpoint_and_sigterm_in_an_evaluation_does(
-    model: Path, tmp_path: Path
+def test_a_trainer_that_dies_too_often_leaves_a_checkpoint_and_so_does_sighup_in_an_evaluation(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message named --resume, and there was nothing to resume from."""
     config = configured(model, tmp_path, "steps=9", "staleness=1")
@@ -95,14 +95,18 @@ def test_a_trainer_that_dies_too_often_leaves_a_checkpoint_and_sigterm_in_an_eva
     assert wrong_with(latest) == ""
     assert int(latest.name.removeprefix("step-")) >= made[0]
 
-    def stop(run: LocalRun) -> None:
-        if not run.training and run.crew.children["evaluator"].ready.is_set() and not run.interrupted:
-            os.kill(os.getpid(), signal.SIGHUP)
+    ask = Evaluations.ask
 
-    summary, _ = run_once(config, model, directory, watch=stop)
-    assert summary["steps"] >= made[0]
-    assert summary["lives"] == 2
-    assert newest(directory.checkpoints) is not None
+    def hangs_up(evaluations: Evaluations, version: int, now: bool = True) -> None:
+        ask(evaluations, version, now)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    monkeypatch.setattr(Evaluations, "ask", hangs_up)
+    summary, _ = run_once(config, model, directory)
+    assert (summary["steps"], summary["lives"]) == (int(latest.name.removeprefix("step-")), 2)
+    latest = newest(directory.checkpoints)
+    assert latest is not None
+    assert wrong_with(latest) == ""
 
 
 def test_a_run_that_cannot_start_says_only_why(model: Path, tmp_path: Path) -> None:
