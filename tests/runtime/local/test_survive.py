@@ -120,3 +120,14 @@ def test_a_run_that_cannot_start_says_only_why(model: Path, tmp_path: Path) -> N
     with pytest.raises(RunError, match=r"^i0 died 1 times in 10 minutes, last killed \(SIGKILL; out of memory\?\)"):
         run_once(config, model, watch=kill)
     assert newest(RunDirectory((tmp_path / "latest").resolve()).checkpoints) is None
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_with_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    """The trainer cannot continue: another one is started just to save."""
+    changes = ["training.advantage=dr_grpo", "reward.function=tests.runtime.local.rewards:enormous"]
+    config = configured(model, tmp_path, "steps=3", *changes)
+    with pytest.raises(RunError, match=r"not finite.* continue from step-000000 with: .*--resume"):
+        run_once(config, model)
+    latest = newest(RunDirectory((tmp_path / "latest").resolve()).checkpoints)
+    assert latest is not None
+    assert wrong_with(latest) == ""
