@@ -4,6 +4,8 @@ Its message is one line that says what was wrong, the value seen, and what to wr
 and end with exit code 2, or 1 if a run got stuck. Anything else is a bug and keeps its traceback.
 """
 
+import signal
+
 
 class StaleFlowError(Exception):
     """Base class of all errors that a user can put right."""
@@ -22,3 +24,17 @@ class RunError(StaleFlowError, RuntimeError):
 def line_of(error: BaseException) -> str:
     """An error of another library as part of a message: its type and text, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def ending(code: int | None) -> str:
+    """How a process ended, by its exit status, for people."""
+    if code is None:
+        return "closed its connection"
+    if code == -signal.SIGKILL:
+        return "killed (SIGKILL; out of memory?)"
+    if code < 0:
+        try:
+            return f"killed ({signal.Signals(-code).name})"
+        except ValueError:
+            return f"killed (signal {-code})"
+    return f"exit code {code}"

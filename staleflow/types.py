@@ -353,6 +353,17 @@ class Save(msgspec.Struct, tag=True, array_like=True, frozen=True):
 class Saved(msgspec.Struct, tag=True, array_like=True, frozen=True):
     folder: str
     version: int
+    why: str = ""
+    """It could not be written; the trainer is as it was."""
+
+
+class Moved(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A sign of progress, from time to time while the process works, and once when it has nothing left to do."""
+
+    handled: int = 0
+    """Messages that it has done everything about, since its start."""
+    why: str = ""
+    """What keeps it from continuing and somebody could put right, such as a full disk."""
 
 
 class Trained(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -392,4 +403,4 @@ class Evaluated(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 ToProcess = Setup | Submit | Return | Drop | PullWeights | Feed | Finish | Reset | Save | Evaluate | Stop
-FromProcess = Ready | Report | Pushed | Trained | Saved | Evaluated | Broken
+FromProcess = Ready | Moved | Report | Pushed | Trained | Saved | Evaluated | Broken

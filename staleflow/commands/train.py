@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import json
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -96,17 +96,22 @@ def train(
     def show(run: LocalRun) -> None:
         status = status_of(run)
         view.update(status)
-        view.line(status)
+        if run.training:
+            view.line(status)
 
-    run = LocalRun(config, directory, model, task, costs_from_geometry(config), checkpoint, show)
+    run = LocalRun(config, directory, model, task, costs_from_geometry(config), checkpoint, show, view.note)
     try:
         summary = asyncio.run(run.execute())
     finally:
         view.close()
-    summary |= {"interrupted": run.interrupted, "run": str(directory.path)}
-    directory.write(directory.summary, summary)
+    summary |= {"interrupted": run.interrupted, "stopped_by": run.stopped_by, "run": str(directory.path)}
+    try:
+        directory.write(directory.summary, summary)
+    except OSError as error:  # a full disk; the checkpoint is there
+        print(f"staleflow: {directory.summary} cannot be written ({error.strerror})", file=sys.stderr)
     if not quiet:
-        print(told(summary, directory))
+        with suppress(OSError):  # the terminal is gone
+            print(told(summary, directory), flush=True)
     return summary
 
 
@@ -120,7 +125,7 @@ async def try_reward(config: Config) -> None:
 
     answers: asyncio.Queue[str] = asyncio.Queue()
     pool = RewardPool(
-        replace(config.reward, workers=1),
+        replace(config.reward, workers=1, patience_s=0.0),
         on_reward=lambda _name, _reward: answers.put_nowait(""),
         on_failure=lambda _name, why: answers.put_nowait(why),
     )
@@ -155,8 +160,13 @@ def told(summary: dict[str, Any], directory: RunDirectory) -> str:
         lines.insert(0, f"held-out accuracy {first:.1%} -> {last:.1%}")
     if summary["seconds_to_90"] is not None:
         lines[0] += f" (90 % after {summary['seconds_to_90']:.0f} s)"
+    for what in ("restarts", "failures"):
+        if counts := summary.get(what):
+            each = (f"{n} {name} ({why})" for name, reasons in counts.items() for why, n in reasons.items())
+            lines.append(f"{what}: {', '.join(each)}")
     if summary["interrupted"]:
-        lines.append(f"stopped by Ctrl-C; continue with: staleflow train --resume {directory.path}")
+        by = summary.get("stopped_by") or "Ctrl-C"
+        lines.append(f"stopped by {by}; continue with: staleflow train --resume {directory.path}")
     lines.append(f"model: {newest(directory.checkpoints)}")
     return "\n".join(lines)
 

@@ -39,7 +39,9 @@ class Evaluation(Drawing):
 @dataclass(frozen=True, slots=True)
 class Checkpoints(Section):
     every: Whole = 0
-    """Steps between two checkpoints; 0: only at the end and on Ctrl-C."""
+    """Steps between two checkpoints; 0: by time only. Whatever ends a run, one is made at its end."""
+    minutes: Amount = 10.0
+    """Minutes between two checkpoints; 0: by steps only."""
     keep: Whole = 2
     """How many of the latest are kept; 0: all."""
 
@@ -56,6 +58,8 @@ class Processes(Section):
     standby: bool = True
     """Publish the optimiser's state with each version, in shared memory, so that a trainer that dies is replaced and
     nothing is lost. Without it, a trainer that dies ends the run, which can be resumed from its newest checkpoint."""
+    hung_s: Positive = 30.0
+    """A process that has said nothing for this long, and for ten times what is normal, is killed and replaced."""
 
 
 @dataclass(frozen=True, slots=True)

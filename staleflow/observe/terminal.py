@@ -108,6 +108,12 @@ class TerminalView:
             self._output.write(plain_line(status) + "\n")
             self._output.flush()
 
+    def note(self, text: str) -> None:
+        """Prints a line about something that went wrong; a live view shows it by its status."""
+        if self._live is None:
+            self._output.write(f"note: {_clean(text)}\n")
+            self._output.flush()
+
     def close(self) -> None:
         """Leaves the last status on the screen, and the terminal as it was. May be called again."""
         if self._live is not None:

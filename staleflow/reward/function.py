@@ -39,10 +39,14 @@ class RewardError(StaleFlowError, ValueError):
     """A reward cannot be loaded or used; the message is one line with the fix."""
 
 
+class ServiceAwayError(RewardError):
+    """A service that the reward needs does not answer at the moment. Not the response's fault: asked again later."""
+
+
 def load_reward(options: Reward) -> Score:
     """The configured function. Built-in ones that call a service get the address and the time limit."""
     REWARDS.check(options.function, options.arguments)
-    asked = {"address": options.function, "timeout_s": options.timeout_s}
+    asked = {"address": options.function, "timeout_s": 0.9 * options.timeout_s}  # heard of before the worker is killed
     built_in = REWARDS.key(options.function) is not None
     return REWARDS.bound(options.function, asked if built_in else {}, options.arguments)
 

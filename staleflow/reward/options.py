@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from staleflow.registry import Entry, Registry
-from staleflow.settings import Count, Positive, Section
+from staleflow.settings import Amount, Count, Positive, Section
 from staleflow.tasks.options import ADDER
 
 HTTP = ("http://", "https://")
@@ -40,6 +40,9 @@ class Reward(Section):
     """Time limit for one response."""
     tries: Count = 3
     """After this many failures for a response, its group is released with the reason, and replaced."""
+    patience_s: Amount = 300.0
+    """How long a service that is away (connection refused, 429, 502, 503, 504, no answer in time) is asked again; then
+    the run ends, with a checkpoint."""
     environment: tuple[str, ...] = ()
     """Names of further environment variables that its workers see, such as an API key."""
 

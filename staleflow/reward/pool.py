@@ -3,7 +3,8 @@
 Every submitted response is answered once, by ``on_reward(name, reward)`` or ``on_failure(name, why)``, in the event
 loop that started the pool. A worker that does not answer within ``timeout_s`` is killed with everything it started, one
 that dies is replaced; either is one failure for the response it was busy with, and affects no other response. Retries
-are up to the control plane (``runtime/scoring.py``)::
+are up to the control plane (``runtime/scoring.py``), except where a service is away: then no response has failed, and
+all wait, longer each time, until it answers or ``patience_s`` have passed::
 
     pool = RewardPool(Reward("my_module:reward", workers=2), on_reward, on_failure, decoder="tokenizer.json")
     await pool.start()                              # RewardError if the function cannot be loaded
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from itertools import count
 from typing import IO, Any
@@ -33,6 +34,8 @@ MOST_AHEAD = 32
 """Responses that are sent to one worker before it has answered the first."""
 MOST_BYTES_AHEAD = 1 << 24
 """Beyond this no more are added to a message: rows may be large."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
+"""Between two attempts to reach a service that is away."""
 START_TIMEOUT_S = 60.0
 """Time limit for a worker to import the reward function."""
 
@@ -45,13 +48,24 @@ class RewardPool:
         on_failure: Callable[[str, str], None],
         stderr: int | IO[bytes] | None = None,
         decoder: str = "",
+        on_away: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``decoder``: how workers decode tokens (``load_decoder`` in worker.py); "" if they do not."""
+        """``decoder``: how workers decode tokens (``load_decoder`` in worker.py); "" if they do not. ``on_away`` is
+        called with the reason whenever a service that is away was asked in vain."""
         self.options = options
-        self.replaced = 0
-        """Workers that were killed or died."""
+        self.replaced: Counter[str] = Counter()
+        """Workers that were killed or died, by reason."""
         self._on_reward = on_reward
         self._on_failure = on_failure
+        self._on_away = on_away
+        self._away_since: float | None = None
+        """When a service was first found away, if none has answered since."""
+        self._pause: asyncio.TimerHandle | None = None
+        self._pause_s = FIRST_PAUSE_S
+        self._answers = 0
+        """Rewards so far."""
+        self._held: dict[str, int] = {}
+        """By response that found the service away: how many answers there had been."""
         self._stderr = stderr
         self._decoder = decoder
         self._numbers = count()
@@ -63,6 +77,11 @@ class RewardPool:
         self._changes: set[asyncio.Task[None]] = set()
         """Tasks that start or end a worker."""
         self._dispatching = False
+
+    @property
+    def away_s(self) -> float:
+        """How long a service has been away."""
+        return 0.0 if self._away_since is None else asyncio.get_running_loop().time() - self._away_since
 
     @property
     def pending(self) -> int:
@@ -86,6 +105,10 @@ class RewardPool:
         """Stop every worker. What was not scored stays unanswered."""
         self._asked.clear()
         self._queue.clear()
+        self._held.clear()
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
         for task in self._changes:
             task.cancel()
         await asyncio.gather(*self._changes, *(worker.end() for worker in self._workers), return_exceptions=True)
@@ -98,7 +121,13 @@ class RewardPool:
         name, job = due
         if self._asked.get(name) is not job:
             return
+        if answer.away and self._hold(due, answer.why):
+            return
         del self._asked[name]
+        self._held.pop(name, None)
+        if answer.reward is not None:
+            self._answers += 1
+            self._away_since, self._pause_s = None, FIRST_PAUSE_S
         try:
             if answer.reward is None:
                 self._on_failure(name, answer.why or "the reward worker gave no reason")
@@ -118,6 +147,27 @@ class RewardPool:
 
     # Within
 
+    def _hold(self, due: Due, why: str) -> bool:
+        """The service that the reward needs is away. Whether the response waits for it, and is not to blame: it is if
+        others were answered meanwhile."""
+        if self._held.setdefault(due.name, self._answers) < self._answers:
+            return False
+        loop = asyncio.get_running_loop()
+        if self._away_since is None:
+            self._away_since = loop.time()
+        if self.away_s >= self.options.patience_s:
+            return False
+        self._queue.append(due)
+        if self._pause is None:
+            self._pause = loop.call_later(self._pause_s, self._resume)
+            self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
+            self._on_away(why)
+        return True
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._dispatch()
+
     def _soon(self) -> None:
         """Dispatch later in this turn of the event loop, so that responses submitted together are sent together."""
         if not self._dispatching:
@@ -126,6 +176,8 @@ class RewardPool:
 
     def _dispatch(self) -> None:
         self._dispatching = False
+        if self._pause is not None:
+            return
         if not self._idle:
             for worker in tuple(self._workers):
                 worker.look()
@@ -208,7 +260,7 @@ class RewardPool:
         why = why or await worker.last_words()
         await worker.end()
         self._workers.discard(worker)
-        self.replaced += 1
+        self.replaced[why.partition(" (")[0] if "nonsense" in why else why] += 1
         self._give_up(worker.due, why)
 
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, NamedTuple, Protocol
 
+from staleflow.errors import ending
 from staleflow.reward.environment import environment
 from staleflow.reward.function import RewardError
 from staleflow.reward.wire import Answer, Job, answers
@@ -128,7 +129,7 @@ class Worker:
         """How it ended, once its output has ended."""
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, LAST_WORDS_S)
-        return f"the reward worker ended with exit code {self._process.returncode}"
+        return f"the reward worker ended: {ending(self._process.returncode)}"
 
     async def end(self) -> None:
         """Kill it with everything that it started."""

@@ -18,13 +18,15 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from staleflow.reward.function import Response, RewardError
+from staleflow.reward.function import Response, RewardError, ServiceAwayError
 from staleflow.tasks.adder import Adder
 from staleflow.tasks.sources import require
 from staleflow.tasks.task import Problem
 
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?", re.ASCII)
 ADDER = Adder()
+AWAY = (429, 502, 503, 504)
+"""Answers of a service that is overloaded or being restarted."""
 MOST_BYTES = 1_000_000
 """A longer answer of a reward service is refused."""
 
@@ -82,16 +84,18 @@ async def http_service(problem: Problem, response: Response, *, address: str, ti
             if 300 <= error.code < 400:
                 to = error.headers.get("Location")
                 raise RewardError(f"reward service {address} has moved to {to}: give that as reward.function") from None
-            raise RewardError(f"reward service {address} answered {error.code} {error.reason}") from None
+            kind = ServiceAwayError if error.code in AWAY else RewardError
+            raise kind(f"reward service {address} answered {error.code} {error.reason}") from None
         except (OSError, urllib.error.URLError) as error:
-            raise RewardError(f"reward service {address} did not answer: {getattr(error, 'reason', error)}") from None
+            why = getattr(error, "reason", error)
+            raise ServiceAwayError(f"reward service {address} did not answer: {why}") from None
         return _reward_in(content, address)
 
     # urllib's limit is per read; this one stops a service that trickles. The thread ends by itself.
     try:
         return await asyncio.wait_for(asyncio.to_thread(ask), timeout_s)
     except TimeoutError:
-        raise RewardError(f"reward service {address} did not answer within {timeout_s:g} s") from None
+        raise ServiceAwayError(f"reward service {address} did not answer within {timeout_s:g} s") from None
 
 
 def _reward_in(content: bytes, address: str) -> float:

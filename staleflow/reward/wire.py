@@ -31,6 +31,8 @@ class Answer(msgspec.Struct, array_like=True):
     number: int
     reward: float | None = None
     why: str = ""
+    away: bool = False
+    """Not this response failed but a service that the reward needs: it is asked again later."""
 
 
 def pack(message: list[Job] | Answer) -> bytes:

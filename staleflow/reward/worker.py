@@ -20,7 +20,7 @@ from threading import Thread
 import msgspec
 
 from staleflow.errors import StaleFlowError
-from staleflow.reward.function import Response, RewardError, Score, load_reward, reward_of
+from staleflow.reward.function import Response, RewardError, Score, ServiceAwayError, load_reward, reward_of
 from staleflow.reward.options import Reward
 from staleflow.reward.wire import READY, Answer, Job, pack
 from staleflow.reward.wire import jobs as job_frames
@@ -72,7 +72,7 @@ def score(reward: Score, decode: Decode | None, job: Job, runner: asyncio.Runner
         response = Response(job.text if decode is None else decode(tokens), tokens)
         return Answer(job.number, reward=reward_of(reward, Problem(job.prompt, job.facts), response, runner))
     except Exception as error:  # whatever the user's function raises must not end the worker
-        return Answer(job.number, why=_line(error))
+        return Answer(job.number, why=_line(error), away=isinstance(error, ServiceAwayError | ConnectionError))
 
 
 def _read(stream: int, jobs: "SimpleQueue[Job]") -> None:

@@ -42,6 +42,10 @@ class Record:
     rewards: list[float] = field(default_factory=list[float])
     """Mean reward of each step."""
     lives: int = 1
+    restarts: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    """By role and reason: processes that died or stood still and were replaced."""
+    failures: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    """By what failed and why, in a few words: rewards, evaluations, checkpoints, writes."""
 
     def committed(self, version: int, seconds: float) -> None:
         self.version, self.seconds = version, seconds
@@ -108,6 +112,8 @@ class Record:
             ],
             "rewards": self.rewards,
             "lives": self.lives,
+            "restarts": self.restarts,
+            "failures": self.failures,
         }
 
     def to_bytes(self) -> bytes:

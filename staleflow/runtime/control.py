@@ -120,6 +120,10 @@ class ControlPlane:
         """Whether the last version is made. Tasks, timers and messages that are on their way come too late then."""
         return self._done.is_set()
 
+    async def ended(self) -> None:
+        """Until the last version is made."""
+        await self._done.wait()
+
     def stop(self) -> None:
         """End the run now, or with the version of the step that is in training."""
         self._steps = self.ledger.frontier

@@ -58,6 +58,11 @@ def model_folder(
     return smollm(cache) if model == SMOLLM else Path(model)
 
 
+def decoder_of(data: Data, folder: Path) -> str:
+    """What reward workers make text of tokens with."""
+    return ADDER if data.source == ADDER else str(folder / "tokenizer.json")
+
+
 def open_task(data: Data, folder: Path, seed: int, evaluated: int) -> TaskSet:
     """Open data and tokenizer. ``evaluated``: the most problems that are held out for evaluation."""
     if data.source == ADDER:

@@ -63,14 +63,11 @@ def save(
     for left in (*target.parent.glob(f"{UNFINISHED}*"), *target.parent.glob(f"{REPLACED}*")):
         shutil.rmtree(left)
     made = target.parent / f"{UNFINISHED}{target.name}"
-    _write(trainer, made)
-    for file in Path(tokenizer).glob("*token*") if tokenizer is not None else ():
-        shutil.copy(file, made / file.name)
-    for name, content in (also or {}).items():
-        if Path(name).name != name or (made / name).exists():
-            raise CheckpointError(f"{name!r} cannot be a file beside the checkpoint's own: give another plain name")
-        (made / name).write_bytes(content)
-    seal(made)
+    try:
+        _make(trainer, made, tokenizer, also or {})
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)  # on a full disk it would be in everybody's way
+        raise
     if target.exists():
         os.rename(target, old := target.with_name(f"{REPLACED}{target.name}"))
         os.rename(made, target)
@@ -78,6 +75,17 @@ def save(
     else:
         os.rename(made, target)
     sync(target.parent)
+
+
+def _make(trainer: Trainer, made: Path, tokenizer: str | Path | None, also: Mapping[str, bytes]) -> None:
+    _write(trainer, made)
+    for file in Path(tokenizer).glob("*token*") if tokenizer is not None else ():
+        shutil.copy(file, made / file.name)
+    for name, content in also.items():
+        if Path(name).name != name or (made / name).exists():
+            raise CheckpointError(f"{name!r} cannot be a file beside the checkpoint's own: give another plain name")
+        (made / name).write_bytes(content)
+    seal(made)
 
 
 def _write(trainer: Trainer, folder: Path) -> None:

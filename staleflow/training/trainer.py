@@ -21,7 +21,7 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,8 @@ class Trainer:
         self.options = options
         self.version = version
         """Updates made so far; step ``version`` is the one that is being trained."""
+        self.on_pass: Callable[[], None] = lambda: None
+        """Called after every pass through the model: long work that moves."""
         attend_by_rows(model)
         apart = options.kl_coefficient > 0 and not options.lora_rank
         self.reference: Any = copy.deepcopy(model).requires_grad_(False).eval() if apart else None
@@ -236,6 +238,7 @@ class Trainer:
                 loss = self._loss(batch)
                 loss.total.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
+                self.on_pass()
         return total
 
     def _loss(self, batch: MicroBatch) -> LossSum:

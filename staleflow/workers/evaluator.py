@@ -1,13 +1,12 @@
 """Held-out accuracy, measured beside the run: an engine of its own, greedy, on whatever version is the newest.
 
-evaluator = Evaluator(engine, weights, problems, sampling, reward, decode)
+evaluator = Evaluator(engine, weights, problems, sampling, judge, moved)
 evaluator.keep()                                # a copy, to be evaluated when there is time
 for evaluated in evaluator.evaluate(): ...      # what was kept, then the newest
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,11 +14,16 @@ from typing import Any
 
 import torch
 
-from staleflow.reward.function import Response, Score, reward_of
 from staleflow.rollout.engine import Engine, LoadWeights, Request, Sampling, WeightSource
 from staleflow.tasks.task import Problem
-from staleflow.types import Evaluate, Evaluated, Stop
+from staleflow.types import Evaluate, Evaluated, Moved, Stop
 from staleflow.workers.link import Gone, Link
+
+SAY_S = 0.5
+"""Signs of progress are no more frequent than this."""
+
+Judged = Callable[[Sequence[tuple[Problem, Sequence[int]]], Callable[[], None]], Sequence[float | str]]
+"""The rewards of responses, given as tokens, or why there is none; calls the function as it moves."""
 
 
 class Evaluator:
@@ -29,16 +33,17 @@ class Evaluator:
         weights: WeightSource,
         problems: Sequence[tuple[Sequence[int], Problem]],
         sampling: Sampling,
-        reward: Score,
-        decode: Callable[[Sequence[int]], str],
+        judge: Judged,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
+        """``moved`` is called whenever something was done."""
         self._engine = engine
         self._kept: list[tuple[int, dict[str, torch.Tensor]]] = []
         self._weights = weights
         self._problems = problems
         self._sampling = sampling
-        self._reward = reward
-        self._decode = decode
+        self._judge = judge
+        self._moved = moved
 
     def keep(self) -> None:
         """Copy the newest version, to be evaluated later."""
@@ -64,19 +69,31 @@ class Evaluator:
                 for at, (prompt, _) in enumerate(self._problems)
             ]
         )
-        rewards: list[float] = []
-        failed, why = 0, ""
-        with asyncio.Runner() as runner:
-            while self._engine.busy:
-                for result in self._engine.step().finished:
-                    problem = self._problems[int(result.name)][1]
-                    response = Response(self._decode(result.tokens), tuple(result.tokens))
-                    try:
-                        rewards.append(reward_of(self._reward, problem, response, runner))
-                    except Exception as error:  # whatever the user's function raises
-                        failed, why = failed + 1, " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        answers: list[tuple[Problem, Sequence[int]]] = []
+        while self._engine.busy:
+            finished = self._engine.step().finished
+            answers += [(self._problems[int(result.name)][1], result.tokens) for result in finished]
+            self._moved()
+        judged = self._judge(answers, self._moved)
+        rewards = [each for each in judged if not isinstance(each, str)]
+        failures = [each for each in judged if isinstance(each, str)]
         accuracy = sum(rewards) / len(rewards) if rewards else None
-        return Evaluated(version, accuracy, time.perf_counter() - began, failed, why)
+        return Evaluated(
+            version, accuracy, time.perf_counter() - began, len(failures), failures[-1] if failures else ""
+        )
+
+
+class Signs:
+    """Signs of progress over a link."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._said_at = 0.0
+
+    def move(self) -> None:
+        if (now := time.perf_counter()) - self._said_at >= SAY_S:
+            self._said_at = now
+            self._link.send(Moved())
 
 
 def _copied(into: Mapping[str, Any], version: int, copies: Mapping[str, torch.Tensor]) -> int:

@@ -66,7 +66,6 @@ def _trainer(setup: Setup, link: Link) -> Any:
     from staleflow.training.build import build
     from staleflow.training.checkpoints import load as load_checkpoint
     from staleflow.training.standby import Standby
-    from staleflow.training.trainer import StalenessError
     from staleflow.workers.trainer import TrainerWorker, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
@@ -84,9 +83,7 @@ def _trainer(setup: Setup, link: Link) -> Any:
         leave = methodcaller("close")
         try:
             serve(worker, link)
-        except (ValueError, StalenessError, FloatingPointError):  # another trainer would come to the same
-            raise
-        except BaseException:
+        except BaseException:  # for the one that takes its place, be it only to save
             leave = methodcaller("detach")
             raise
         finally:
@@ -112,22 +109,15 @@ def _store(setup: Setup, name: str, dtype: str = "float32") -> LocalParameterSer
 
 def _evaluator(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
-    from staleflow.reward.environment import see_only
-    from staleflow.reward.function import load_reward
-    from staleflow.tasks.opening import open_task
-    from staleflow.workers.evaluator import Evaluator, serve
+    from staleflow.reward.judge import Judge
+    from staleflow.tasks.opening import decoder_of, open_task
+    from staleflow.workers.evaluator import Evaluator, Signs, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
     task = open_task(config.data, Path(setup.model), config.seed, config.evaluation.problems)
     engine = _engine(setup, config)
-    see_only(config.reward.environment)
-    evaluator = Evaluator(
-        engine,
-        LazyWeights(setup),
-        task.held_out,
-        config.evaluation_sampling(task.stop_tokens),
-        load_reward(config.reward),
-        task.decode,
-    )
+    judge = Judge(config.reward, decoder_of(config.data, Path(setup.model)))
+    moved, sampling = Signs(link).move, config.evaluation_sampling(task.stop_tokens)
+    evaluator = Evaluator(engine, LazyWeights(setup), task.held_out, sampling, judge, moved)
     link.send(Ready(-1))
     return lambda: serve(evaluator, link)

@@ -54,7 +54,7 @@ TOGETHER_S = 0.03
 """Trajectories that finish within this time are reported together."""
 STREAM_S = 2.0
 """How often the tokens of unfinished trajectories are reported: a crash loses only younger ones."""
-IDLE_S = 5.0
+IDLE_S = 2.0
 """How often an instance without work reports that it is alive."""
 NO_COSTS = Costs()
 

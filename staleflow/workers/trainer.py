@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from safetensors import SafetensorError
 
+from staleflow.errors import line_of
 from staleflow.servers.weights import ParameterServer
 from staleflow.training.checkpoints import save
 from staleflow.training.standby import Standby
@@ -26,6 +28,7 @@ from staleflow.types import (
     Broken,
     Feed,
     Finish,
+    Moved,
     Pushed,
     Reset,
     Row,
@@ -38,6 +41,10 @@ from staleflow.workers.link import Gone, Link
 
 LOOK_S = 0.001
 """How often to look whether the device is done, while groups wait for it."""
+SAY_S = 0.5
+"""Signs of progress are no more frequent than this; so long it has had nothing to do before it says so."""
+RETRY_S = 1.0
+"""A disk that was full is tried again this often."""
 
 
 class TrainerWorker:
@@ -55,6 +62,10 @@ class TrainerWorker:
         """When the present step did."""
         self._fed: list[list[list[Row]]] = []
         """What the present step was fed, in the pieces that it was computed in."""
+        self._handled = self._said = 0
+        """Messages, and how many of them the control plane knows to be done with."""
+        self._said_at = 0.0
+        trainer.on_pass = self._move
         self._weights = weights
         self._send = send
         self._tokenizer = tokenizer
@@ -77,14 +88,15 @@ class TrainerWorker:
         for step in range(version, self._weights.newest()):
             for groups in self._standby.noted(step, list[list[list[Row]]]):
                 self.trainer.feed(step, groups)
-            self.trainer.finish(step)
+            self._tell(step, self.trainer.finish(step), 0.0, 0.0)  # it may have died before it could
         return True
 
     def handle(self, messages: Iterable[Any]) -> bool:
-        """Do what they say, in order. False once one of them says to stop."""
+        """Do what they say, in order. False once one of them says to stop. Of nothing it says that it is idle."""
         groups: list[list[Row]] = []
         step = -1
-        for message in messages:
+        handled = 0
+        for handled, message in enumerate(messages, 1):  # noqa: B007  # counted when all of it is done
             if isinstance(message, Feed):
                 step = message.step
                 groups += message.groups
@@ -102,7 +114,23 @@ class TrainerWorker:
                 case Stop():
                     return False
         self._feed(step, groups)
+        self._handled += handled
+        if not handled and not self.trainer.waiting and self._said < self._handled:
+            self._said = self._handled
+            self._send(Moved(self._handled))
         return True
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long to wait for the next message: for ever once everything is done and said."""
+        if self.trainer.waiting:
+            return LOOK_S
+        return SAY_S if self._said < self._handled else None
+
+    def _move(self) -> None:
+        if (now := time.perf_counter()) - self._said_at >= SAY_S:
+            self._said_at = now
+            self._send(Moved(self._said))
 
     def _feed(self, step: int, groups: list[list[Row]]) -> None:
         if groups:
@@ -111,38 +139,46 @@ class TrainerWorker:
 
     def _finish(self, step: int) -> None:
         asked = time.perf_counter()
+        self._note(step)
         if self._standby is not None:
-            self._standby.note(step, self._fed)
             self.trainer.flush()
             self._standby.wait()
         report = self.trainer.finish(step)
         self._push()
         ended = time.perf_counter()
         busy_s = min(report.early_s + ended - asked, ended - self._began)
-        self._send(
-            Trained(
-                step,
-                facts(report),
-                dict(report.token_staleness),
-                dict(report.trajectory_staleness),
-                busy_s,
-                ended - self._began - busy_s,
-            )
-        )
+        self._tell(step, report, busy_s, ended - self._began - busy_s)
         self._send(Pushed(self.trainer.version))
         if self._standby is not None:
             self._standby.keep(self.trainer)
         self._fed, self._began = [], ended
+
+    def _note(self, step: int) -> None:
+        """A full disk is waited for: nobody could take this trainer's place after the step."""
+        while self._standby is not None:
+            try:
+                return self._standby.note(step, self._fed)
+            except OSError as error:
+                self._send(Moved(self._said, f"the trainer cannot write what step {step} was fed ({error.strerror})"))
+                time.sleep(RETRY_S)
+
+    def _tell(self, step: int, report: StepReport, busy_s: float, idle_s: float) -> None:
+        ages = dict(report.token_staleness), dict(report.trajectory_staleness)
+        self._send(Trained(step, facts(report), *ages, busy_s, idle_s))
 
     def _push(self) -> None:
         self._weights.push(self.trainer.version, self.trainer.weights())
 
     def _save(self, folder: Path, also: Mapping[str, bytes]) -> None:
         """Asked again, by a control plane that did not hear the answer, there is nothing to do. What another attempt at
-        the run left under the same name is replaced."""
+        the run left under the same name is replaced. What cannot be written (a full disk) is no reason to die."""
+        why = ""
         if not folder.is_dir() or any(content != _content(folder / name) for name, content in also.items()):
-            save(self.trainer, folder, tokenizer=self._tokenizer, also=also, replace=True)
-        self._send(Saved(str(folder), self.trainer.version))
+            try:
+                save(self.trainer, folder, tokenizer=self._tokenizer, also=also, replace=True)
+            except (OSError, SafetensorError) as error:
+                why = line_of(error)
+        self._send(Saved(str(folder), self.trainer.version, why))
 
 
 def _content(path: Path) -> bytes | None:
@@ -152,7 +188,7 @@ def _content(path: Path) -> bytes | None:
 def serve(worker: TrainerWorker, link: Link) -> None:
     """Work until told to stop, or until the control plane is gone. What cannot be gone on from is said, then raised."""
     try:
-        while worker.handle(list(link.receive(LOOK_S if worker.trainer.waiting else None))):
+        while worker.handle(list(link.receive(worker.wait_s))):
             worker.trainer.advance()
     except Gone:
         return

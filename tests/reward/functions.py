@@ -60,3 +60,13 @@ def environment(problem: Problem, response: Response) -> float:  # noqa: ARG001
 
 def weighed(_: Problem, response: Response, weight: float = 1.0) -> float:
     return weight * len(response.text)
+
+
+def sleeps_for_odd(problem: Problem, response: Response) -> float:  # noqa: ARG001
+    if problem.facts["at"] % 2:
+        threading.Event().wait()
+    return 1.0
+
+
+def raises_always(problem: Problem, response: Response) -> float:  # noqa: ARG001
+    raise RuntimeError("the judge is broken")

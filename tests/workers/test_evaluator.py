@@ -1,18 +1,18 @@
 """Versions that were kept are evaluated as they were, however many came after."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from staleflow.reward.function import Response
+from staleflow.reward.function import Response, checked
 from staleflow.rollout.builtin import EngineOptions, TorchEngine
 from staleflow.rollout.engine import Sampling
 from staleflow.tasks.base_model import new_model
 from staleflow.tasks.task import Problem
-from staleflow.workers.evaluator import Evaluator
+from staleflow.workers.evaluator import Evaluator, Judged
 from tests.tiny_models import TINY, save_tiny
 
 PROBLEMS = [((5 + at, 7), Problem("", {"at": at})) for at in range(6)]
@@ -38,7 +38,21 @@ def folder(tmp_path: Path) -> Path:
 def evaluator(folder: Path, store: Store, reward: Any) -> Evaluator:
     engine = TorchEngine(folder, EngineOptions(kv_tokens=256, max_running=8, threads=1), version=-1)
     sampling = Sampling(temperature=0.0, max_tokens=8)
-    return Evaluator(engine, store, PROBLEMS, sampling, reward, lambda _: "")
+    return Evaluator(engine, store, PROBLEMS, sampling, in_process(reward))
+
+
+def in_process(reward: Any) -> Judged:
+    def judge(answers: Sequence[tuple[Problem, Sequence[int]]], moved: Callable[[], None]) -> list[float | str]:
+        moved()
+        found: list[float | str] = []
+        for problem, tokens in answers:
+            try:
+                found.append(checked(reward(problem, Response("", tuple(tokens)))))
+            except Exception as error:
+                found.append(str(error))
+        return found
+
+    return judge
 
 
 def score(_: Problem, response: Response) -> float:

@@ -1,8 +1,10 @@
 """The trainer as a process: what is fed in many messages is one step, and versions are out before anything else."""
 
 import copy
+import errno
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from staleflow.types import (
     Feed,
     Finish,
     FromProcess,
+    Moved,
     Pushed,
     Reset,
     Row,
@@ -41,7 +44,11 @@ class Desk:
         self.out: list[Any] = []
         self.versions: dict[int, dict[str, torch.Tensor]] = {}
         self.trainer = Trainer(copy.deepcopy(base), OPTIONS)
-        self.worker = TrainerWorker(self.trainer, self, self.out.append, **options)
+        self.worker = TrainerWorker(self.trainer, self, self.hear, **options)
+
+    def hear(self, message: Any) -> None:
+        if not isinstance(message, Moved):  # signs of progress come at any time
+            self.out.append(message)
 
     def push(self, version: int, tensors: Any) -> Any:
         assert version > self.newest()
@@ -125,7 +132,7 @@ def test_engines_wait_for_the_weights_and_not_for_what_another_trainer_would_nee
     desk = Desk(base)
     for call in ("note", "keep", "wait"):
         setattr(desk, call, lambda *_, call=call: desk.out.append(call))
-    desk.worker = TrainerWorker(desk.trainer, desk, desk.out.append, standby=desk)  # pyright: ignore[reportArgumentType]
+    desk.worker = TrainerWorker(desk.trainer, desk, desk.hear, standby=desk)  # pyright: ignore[reportArgumentType]
     desk.worker.handle([Feed(0, step()), Finish(0)])
     note, wait, push, _, said, keep = desk.out
     assert (note, wait, push, said, keep) == ("note", "wait", ("push", 1), Pushed(1), "keep")
@@ -181,3 +188,67 @@ def test_a_trajectory_beyond_the_bound_breaks_the_run_by_name_and_changes_nothin
     assert "trajectory p0/0 has" in heard[-1].why
     assert "of version 0, 2 steps old at step 2; the bound is 1" in heard[-1].why
     assert (desk.trainer.version, desk.newest()) == (2, 2)
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_kill_the_trainer(
+    base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It died of a full disk, was started again, saved again, and died again."""
+    desk = Desk(base)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("staleflow.training.checkpoints.seal", full)
+    assert desk.worker.handle([Save(str(tmp_path / "one"), {})])
+    (said,) = desk.out
+    assert "No space left" in said.why
+    assert list(tmp_path.iterdir()) == [], "and what was written of it makes room again"
+    monkeypatch.undo()
+    assert desk.worker.handle([Save(str(tmp_path / "one"), {})])
+    assert desk.out[-1] == Saved(str(tmp_path / "one"), 0)
+
+
+def test_a_full_disk_is_waited_for_before_a_version_is_made_that_nobody_could_continue_from(
+    base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("staleflow.workers.trainer.RETRY_S", 0.0)
+    desk, said, tries = Desk(base), [], [2]
+
+    def note(*_: Any) -> None:
+        if tries[0]:
+            tries[0] -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    standby: Any = SimpleNamespace(note=note, keep=lambda _: None)
+    worker = TrainerWorker(desk.trainer, desk, said.append, standby=standby)
+    assert worker.handle([Feed(0, step()), Finish(0)])
+    assert sum(isinstance(each, Moved) and "No space left" in each.why for each in said) == 2
+    assert desk.newest() == 1
+
+
+def test_the_facts_of_a_step_whose_trainer_died_before_it_told_them_are_told_by_the_next(base: Any) -> None:
+    """Metrics, histograms and counts left out every step whose trainer died between its push and its word."""
+    alive = Desk(base)
+    alive.worker.handle([Feed(0, step()), Finish(0)])
+    desk = Desk(base)
+    desk.versions[1] = alive.versions[1]
+    standby: Any = SimpleNamespace(newest=lambda: 0, revive=lambda _: 0, noted=lambda _step, _kind: [step()])
+    assert TrainerWorker(desk.trainer, desk, desk.hear, standby=standby).revive()
+    (told,) = (each for each in alive.out if isinstance(each, Trained))
+    (again,) = desk.out
+    assert (again.step, again.facts, again.token_staleness) == (told.step, told.facts, told.token_staleness)
+
+
+def test_one_that_has_nothing_left_to_do_says_so_once(base: Any) -> None:
+    desk = Desk(base)
+    said: list[Any] = []
+    desk.worker = TrainerWorker(desk.trainer, desk, said.append)
+    desk.worker.handle([Feed(0, step()[:2])])
+    assert desk.worker.wait_s is not None
+    desk.worker.handle([])
+    assert said[-1] == Moved(1)
+    assert desk.worker.wait_s is None
+    before = len(said)
+    desk.worker.handle([])
+    assert len(said) == before

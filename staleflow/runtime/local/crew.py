@@ -1,12 +1,13 @@
 """The processes of a run: started, listened to, replaced when they die, and stopped.
 
-    crew = Crew(directory, model, placement([0, 1], instances=2))
+    crew = Crew(directory, model, placement([0, 1], instances=2), Watchdog(), on_death)
     await crew.start("instance", "i0", hear, ended)
     crew.send("i0", message)
     await crew.within(crew.all_ready(), "start of all processes", 300)
     await crew.stop()
 
-Anything that the run cannot survive goes to ``fail``; whoever waits through ``within`` hears of it at once.
+Anything that the run cannot survive goes to ``fail``; whoever waits through ``within`` hears of it at once. After that
+nobody is replaced, until ``only`` says for whom it is still tried.
 """
 
 from __future__ import annotations
@@ -22,35 +23,49 @@ from staleflow.errors import RunError
 from staleflow.run.directory import RunDirectory
 from staleflow.runtime.local.placement import Place
 from staleflow.runtime.local.process import Child
-from staleflow.types import Broken, Role, Setup
-
-MOST_STARTS = 5
-"""A process that dies this often will die again."""
+from staleflow.runtime.restarts import Restarts
+from staleflow.runtime.watchdog import Standstill, Watchdog
+from staleflow.types import Broken, Ready, Role, Setup
 
 Hear = Callable[[Child, Any], None]
 
 
 class Crew:
     def __init__(
-        self, directory: RunDirectory, model: Path, places: Mapping[str, Place], checkpoint: Path | None = None
+        self,
+        directory: RunDirectory,
+        model: Path,
+        places: Mapping[str, Place],
+        watchdog: Watchdog,
+        on_death: Callable[[Child, str, float | None], None],
+        checkpoint: Path | None = None,
     ) -> None:
+        """``on_death`` is told how a process ended, and in how many seconds it is started again; None: it is not."""
         self.children: dict[str, Child] = {}
         self.incarnations: dict[str, int] = {}
         """How often each was started."""
-        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.failure.add_done_callback(lambda failure: failure.exception())  # it may come when nobody waits any more
+        self.watchdog = watchdog
+        self.restarts = Restarts()
+        self.optional: set[str] = set()
+        """Those that the run can do without."""
+        self._wanted: set[str] | None = None
+        """Those that are replaced when they die; None: all."""
+        self.failure = self._no_failure()
+        self._on_death = on_death
         self._directory = directory
         self._model = model
         self._places = places
         self._checkpoint = checkpoint
         self._stopping = False
-        self._restarts: set[asyncio.Task[Child]] = set()
+        self._replacing: set[asyncio.Task[None]] = set()
 
     async def start(self, role: Role, name: str, hear: Hear, ended: Callable[[Child], None]) -> Child:
         """Start a process of this name, the first or one in the place of another that has died.
 
-        ``hear`` gets its messages; ``ended`` is told when it dies while the run goes on, before it is replaced.
+        ``hear`` gets its messages; ``ended`` is told at once when it dies while the run continues.
         """
+        self.restarts.started(name, _now())
+        self.watchdog.asked(name, "start", "its start", _now())
         incarnation = self.incarnations[name] = self.incarnations.get(name, 0) + 1
         place = self._places[name]
         setup = Setup(
@@ -69,10 +84,12 @@ class Crew:
         child = self.children[name] = Child(setup, self._directory.log(name))
 
         def on_end() -> None:
-            if not self._stopping and not self.failure.done():
+            self.watchdog.forget(name)
+            if self._matters(name):
                 ended(child)
-                if not self.failure.done():
-                    self._replace(child, hear, ended)
+                task = asyncio.get_running_loop().create_task(self._replace(child, hear, ended), name=f"end of {name}")
+                self._replacing.add(task)
+                task.add_done_callback(self._replacing.discard)
 
         await child.start(lambda message: self._hear(child, message, hear), on_end)
         return child
@@ -84,12 +101,21 @@ class Crew:
         if not self.failure.done():
             self.failure.set_exception(RunError(why) if isinstance(why, str) else why)
 
-    def died(self, child: Child, what: str) -> None:
-        """The run cannot do without it."""
-        self.fail(
-            f"{what}: {child.last_words()} (see {child.log}); "
-            f"go on with: staleflow train --resume {self._directory.path}"
-        )
+    def look(self) -> list[Standstill]:
+        """Who stands still. Those that have for too long are killed, and replaced as any other that dies."""
+        now = _now()
+        found = self.watchdog.look(now)
+        for each in found:
+            if each.lost:
+                child = self.children[each.name]
+                child.hung = each.what
+                self.watchdog.forget(each.name, now)
+                child.kill()
+        return found
+
+    def only(self, *names: str) -> None:
+        """The run has failed. To save it, these are needed, and replaced once more if they die."""
+        self._wanted, self.failure = set(names), self._no_failure()
 
     async def all_ready(self) -> None:
         await asyncio.gather(*(child.ready.wait() for child in self.children.values()))
@@ -108,26 +134,53 @@ class Crew:
 
     async def stop(self) -> None:
         self._stopping = True
-        for task in self._restarts:
+        for task in self._replacing:
             task.cancel()
-        await asyncio.gather(*self._restarts, return_exceptions=True)
+        await asyncio.gather(*self._replacing, return_exceptions=True)
         await asyncio.gather(*(child.stop() for child in self.children.values()))
 
     def _hear(self, child: Child, message: Any, hear: Hear) -> None:
         if isinstance(message, Broken):
+            child.broken = True
             self.fail(f"{child.name}: {message.why}")
             return
+        if isinstance(message, Ready):
+            self.watchdog.done(child.name, "start", _now())
+        else:
+            self.watchdog.moved(child.name, _now())
         try:
             hear(child, message)
         except Exception as error:  # a mistake of ours: the run ends with its own traceback
             self.fail(error)
 
-    def _replace(self, child: Child, hear: Hear, ended: Callable[[Child], None]) -> None:
-        name = child.name
-        if self.incarnations[name] >= MOST_STARTS:
-            self.died(child, f"{name} died {MOST_STARTS} times, last")
+    def _matters(self, name: str) -> bool:
+        return not self._stopping and not self.failure.done() and (self._wanted is None or name in self._wanted)
+
+    async def _replace(self, child: Child, hear: Hear, ended: Callable[[Child], None]) -> None:
+        name, role = child.name, child.setup.role
+        how = await child.how_it_ended()
+        pause_s = self.restarts.died(name, _now())
+        self._on_death(child, how, pause_s)
+        if not self._matters(name) or child.broken:
             return
-        start = self.start(child.setup.role, name, hear, ended)
-        task = asyncio.get_running_loop().create_task(start, name=f"restart of {name}")
-        self._restarts.add(task)
-        task.add_done_callback(self._restarts.discard)
+        if pause_s is not None:
+            await asyncio.sleep(pause_s)
+            if not self._matters(name) or self.children[name] is not child:
+                return
+            try:
+                await self.start(role, name, hear, ended)
+            except OSError as error:
+                self.fail(f"{name} cannot be started again ({error})")
+        elif name not in self.optional:
+            often = f"{self.restarts.count(name)} times in {self.restarts.within_s / 60:g} minutes"
+            words = ": ".join(filter(None, (how, child.last_words())))
+            self.fail(f"{name} died {often}, last {words} (see {child.log})")
+
+    def _no_failure(self) -> asyncio.Future[None]:
+        failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        failure.add_done_callback(lambda failure: failure.exception())  # it may come when nobody waits any more
+        return failure
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

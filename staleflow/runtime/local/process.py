@@ -21,11 +21,14 @@ from typing import Any
 
 import msgspec
 
+from staleflow.errors import ending
 from staleflow.runtime.local.link import Channel
 from staleflow.types import FromProcess, Setup, Stop
 
 STOP_S = 10.0
 """A process that has been told to stop gets so long; then it is killed."""
+REAP_S = 2.0
+"""How long one that has closed its connection may take to end."""
 
 
 class Child:
@@ -34,6 +37,11 @@ class Child:
         self.log = log
         self.ready = asyncio.Event()
         self.ended = asyncio.Event()
+        self.broken = False
+        """Whether it said that it cannot continue."""
+        self.hung = ""
+        """What it stood still at, if it was killed for that."""
+        self._log_begin = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
 
@@ -66,6 +74,7 @@ class Child:
             "TOKENIZERS_PARALLELISM": "false",
         }
         with self.log.open("ab") as log, theirs:
+            self._log_begin = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "staleflow.runtime.local.child", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -92,6 +101,15 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
+    async def how_it_ended(self) -> str:
+        """Once its connection is closed. One that lives on without it is killed."""
+        assert self._process is not None
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, REAP_S)
+        code = self._process.poll()
+        self.kill()
+        return "stood still" if self.hung else ending(code)
+
     async def stop(self) -> None:
         """Tell it to stop, wait for a while, then make it."""
         if self._process is None:
@@ -106,9 +124,9 @@ class Child:
         await asyncio.to_thread(self._process.wait)
 
     def last_words(self) -> str:
-        """The end of its log: usually why it died."""
+        """The last that this one wrote to its log: usually why it died."""
         try:
-            lines = self.log.read_text(errors="replace").strip().splitlines()
+            lines = self.log.read_bytes()[self._log_begin :].decode(errors="replace").strip().splitlines()
         except OSError:
             return ""
         return lines[-1][:300] if lines else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -49,30 +49,52 @@ class RemoteInstance:
 class RemoteTrainer:
     """``TrainerPort`` of whichever process is the trainer."""
 
-    def __init__(self, crew: Crew, server: TrajectoryServer, version: int) -> None:
+    def __init__(
+        self,
+        crew: Crew,
+        server: TrajectoryServer,
+        version: int,
+        asked: Callable[[str, str, float], None] = lambda _kind, _what, _size: None,
+    ) -> None:
+        """``asked`` is told what the trainer is to do: the kind, what for people, and how much."""
         self.version = version
         """The newest that is safe in the parameter server."""
         self._crew = crew
         self._server = server
+        self._asked = asked
+        self._child: Child | None = None
+        self._sent = 0
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:
-        self._send(Feed(step, [self._server.rows([group]) for group in groups]))
+        rows = [self._server.rows([group]) for group in groups]
+        tokens = sum(len(row.tokens) // 4 for group in rows for row in group)
+        self._send(Feed(step, rows), "feed", f"gradients of step {step}", tokens)
 
     def finish(self, step: int) -> None:
-        self._send(Finish(step))
+        self._send(Finish(step), "finish", f"update of step {step}")
 
     def reset(self) -> None:
         self._send(Reset())
 
     def save(self, folder: Path, also: dict[str, bytes]) -> None:
-        self._send(Save(str(folder), also))
+        self._send(Save(str(folder), also), "save", f"checkpoint {folder.name}")
 
-    def _send(self, message: msgspec.Struct) -> None:
+    def has_done(self, handled: int) -> bool:
+        """Whether that is all it was sent."""
+        return handled >= self._sent
+
+    def _send(self, message: msgspec.Struct, kind: str = "", what: str = "", size: float = 1.0) -> None:
         """To one that is not ready nothing is said: it takes a dead one's place, and what that one was told in part
         would be taken for the whole. Once it is ready it is reset, and told everything again."""
         child = self._crew.children["trainer"]
-        if child.ready.is_set():
-            child.send(message)
+        if not child.ready.is_set():
+            return
+        if child is not self._child:
+            self._child, self._sent = child, 0
+        self._sent += 1
+        if kind:
+            self._asked(kind, what, size)
+        child.send(message)
 
     def durable(self) -> int:
         return self.version

@@ -39,7 +39,7 @@ def status_of(run: LocalRun) -> Status:
         instances=tuple(_instance(run, name) for name in run.instances),
         waiting_for=run.control.watch.waits_for(),
         loss=run.loss,
-        notes=run.notes,
+        notes=run.incidents.notes,
     )
 
 

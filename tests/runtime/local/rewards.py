@@ -22,3 +22,8 @@ def broken(problem: Problem, response: Response) -> float:  # noqa: ARG001
     if response.tokens:
         raise RuntimeError("the service is down")
     return 0.0
+
+
+def enormous(problem: Problem, response: Response) -> float:
+    """So far apart that no gradient is finite."""
+    return 1e300 * evenness(problem, response)
