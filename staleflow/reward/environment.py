@@ -28,9 +28,3 @@ def environment(named: Sequence[str], given: Mapping[str, str] | None = None) ->
         raise RewardError(f"reward.environment names {missing[0]}, which is not set: export it, or leave it out")
     passed = {name: value for name, value in given.items() if PASSED.fullmatch(name) and not SECRET.search(name)}
     return {"OMP_NUM_THREADS": "1"} | passed | {name: given[name] for name in named}
-
-
-def see_only(named: Sequence[str]) -> None:
-    """Remove all other variables from this process."""
-    for name in os.environ.keys() - environment(named).keys():
-        del os.environ[name]
