@@ -296,3 +296,10 @@ def test_text_that_the_output_cannot_encode_is_replaced() -> None:
     file = io.TextIOWrapper(raw, encoding="ascii", newline="\n")
     TerminalView(file).line(replace(NEW, waiting_for="größe"))
     assert raw.getvalue().endswith(b"waits for gr??e\n")
+
+
+def test_what_goes_wrong_is_a_line_where_there_is_no_live_view() -> None:
+    """Deaths and failures were shown in the live view only."""
+    file = io.StringIO()
+    TerminalView(file, plain=True).note("i0 died: killed (SIGKILL; out of memory?)\nstarted again")
+    assert file.getvalue() == "note: i0 died: killed (SIGKILL; out of memory?) started again\n"
