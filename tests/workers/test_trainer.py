@@ -220,7 +220,7 @@ def test_a_full_disk_is_waited_for_before_a_version_is_made_that_nobody_could_co
             tries[0] -= 1
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    standby: Any = SimpleNamespace(note=note, keep=lambda _: None)
+    standby: Any = SimpleNamespace(note=note, keep=lambda _: None, wait=lambda: None)
     worker = TrainerWorker(desk.trainer, desk, said.append, standby=standby)
     assert worker.handle([Feed(0, step()), Finish(0)])
     assert sum(isinstance(each, Moved) and "No space left" in each.why for each in said) == 2
