@@ -50,9 +50,8 @@ def new_run(tmp_path: Path) -> Iterator[Callable[..., Path]]:
             run = tmp_path / name
             run.mkdir()
             (run / "config.yaml").write_text(to_yaml(load(None, list(options))))
-            for store in (store_of(run, 1), store_of(run, 2)):
-                claims.enter_context(claim(store))
-                claims.enter_context(claim(standby_of(store)))
+            claims.enter_context(claim(store_of(run)))
+            claims.enter_context(claim(standby_of(store_of(run))))
             return run
 
         yield make
