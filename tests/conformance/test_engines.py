@@ -1,6 +1,7 @@
 """What every engine promises, whatever decodes: interrupt, resume, pull at a boundary, stamps, failures, snapshots."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -9,7 +10,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from staleflow.rollout.engine import Engine, EngineError, Request, Result
 from staleflow.types import Spans
-from tests.conformance.engines import KV_TOKENS, MAX_RUNNING, Kind, SameWeights, count, drained, made, request, resumed
+from tests.conformance.engines import (
+    KV_TOKENS,
+    MAX_RUNNING,
+    Kind,
+    SameWeights,
+    count,
+    drained,
+    made,
+    modelled,
+    request,
+    resumed,
+)
 
 Make = Callable[[], Engine]
 
@@ -171,8 +183,8 @@ class Walk(RuleBasedStateMachine):
 
     @staticmethod
     def make() -> Engine:
-        """One of the engines under test; a subclass says which."""
-        raise NotImplementedError
+        """An engine under test: the modelled one, unless a subclass says otherwise."""
+        return modelled(Path())
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,6 @@ from staleflow.config.machine import free_memory
 from staleflow.config.memory import trajectory_bytes
 from staleflow.coordinator.cost import CostModel
 from staleflow.errors import StaleFlowError, line_of
-from staleflow.observe.metrics import MetricsLog
 from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.run.checkpoints import newest
@@ -36,6 +35,7 @@ from staleflow.run.origin import ORIGIN, origin_of
 from staleflow.run.parts import sizes
 from staleflow.run.record import Record
 from staleflow.run.state import STATE, pack_state, unpack_state
+from staleflow.run.step_log import StepLog
 from staleflow.runtime.control import ControlPlane, Settings, StalledError
 from staleflow.runtime.local.crew import Crew, RunError
 from staleflow.runtime.local.evaluations import Evaluations
@@ -43,6 +43,7 @@ from staleflow.runtime.local.placement import placement
 from staleflow.runtime.local.process import Child
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.local.saving import Saving
+from staleflow.runtime.local.stillness import QUIET_S, STALL_S, Stillness
 from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.runtime.watchdog import Watchdog
 from staleflow.servers.book import let_go
@@ -65,10 +66,6 @@ RETRY_S = 5.0
 """The last checkpoint is tried again this often on a full disk."""
 STOPPED_S = 30.0
 """And for no longer than this once somebody has asked the run to stop."""
-QUIET_S = 15.0
-"""Without a token, a reward or a version for so long, the run says what it waits for."""
-STALL_S = 1800.0
-"""And for so long, it ends."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CYCLE_S = 0.05
 """Decisions are made at most this often: steps of a laptop run take a fraction of a second."""
@@ -115,17 +112,11 @@ class LocalRun:
         self._cost = cost
         self._checkpoint = checkpoint
         self._origin = origin_of(config, task.fingerprint, model)
-        self._metrics = MetricsLog(directory.metrics)
+        self._steps = StepLog(directory.metrics)
         self._decisions = DecisionLog(directory.decisions, on_trouble=self.incidents.note)
-        self._rows: list[dict[str, Any]] = []
-        """Lines of ``metrics.jsonl`` that could not be written yet."""
-        self._trouble = ""
-        """Why something cannot be written at the moment."""
         self.training = False
         self._started = self._rescuing = False
-        self._sign: tuple[float, ...] = ()
-        self._moved_at = 0.0
-        """How far the run was when it last moved, and when that was."""
+        self._stillness = Stillness()
         self._began = self._cpu_began = 0.0
         self._before_s = 0.0
         """Seconds of training in earlier attempts of the run."""
@@ -138,8 +129,6 @@ class LocalRun:
         self._scored = 0
         self._paused = False
         self.costs = RunCosts()
-        self._instances_busy_s = 0.0
-        """When the last step was committed."""
 
     async def execute(self) -> dict[str, Any]:
         """The whole run. Returns its summary."""
@@ -410,12 +399,13 @@ class LocalRun:
             for each in self.crew.look():
                 if each.news and not each.lost:
                     self.incidents.note(str(each))
-            self._write_rows()
+            self._steps.write()
+            self._look_at_disk()
             self._look_at_run(self._loop.time())
 
     def _look_at_disk(self) -> None:
         """The journal holds back whatever rests on what it cannot write, so a run on a full disk pauses by itself."""
-        trouble = self.journal.trouble or self._trouble
+        trouble = self.journal.trouble or self._steps.trouble
         if trouble and not self._paused:
             self._failed("disk", "not written", f"paused: {trouble}")
         elif self._paused and not trouble:
@@ -423,16 +413,11 @@ class LocalRun:
         self._paused = bool(trouble)
 
     def _look_at_run(self, now: float) -> None:
-        """Every process may be well and the run stand still all the same: that is a mistake of ours, and not waited
-        for in silence."""
         tokens = sum(port.tokens for port in self.instances.values())
         starts = sum(self.crew.incarnations.values())
         sign = (self.server.ledger.version, tokens, self._scored, starts, self.record.tokens_wasted)
         others = self._paused or self._pool.pending or self.watchdog.busy("trainer")  # who have limits of their own
-        if sign != self._sign or others or not self.training:
-            self._sign, self._moved_at = sign, now
-            return
-        quiet_s = now - self._moved_at
+        quiet_s = self._stillness.look(sign, now, excused=bool(others) or not self.training)
         if quiet_s >= QUIET_S:
             why = f"nothing has moved for {quiet_s:.0f} s; waits for {self.control.watch.waits_for()}"
             self.incidents.rarely("quiet", why, now)
@@ -495,7 +480,7 @@ class LocalRun:
             return
         self.training = True
         self._saving.begin(self._loop.time())
-        self._instances_busy_s = self.record.instance_busy_s
+        self._steps.busy_s = self.record.instance_busy_s
         self._began, self._cpu_began = time.monotonic(), time.process_time()
         for name, port in self.instances.items():
             if self.crew.children[name].ready.is_set():
@@ -533,9 +518,8 @@ class LocalRun:
     def _committed(self, step: int, groups: list[Group]) -> None:
         version = step + 1
         self.record.committed(version, self.seconds)
-        members = [member for group in groups for member in group.members if member.state == "consumed"]
         if self._report is not None and self._report.step == step:
-            self._log_step(self._report, groups, members)
+            self._log_step(self._report, groups)
         let_go(groups)
         self.show(self)
         every = self.config.evaluation.every
@@ -548,40 +532,13 @@ class LocalRun:
     def _aborted(self, trajectory: Trajectory, _reason: str) -> None:
         self.record.tokens_wasted += trajectory.generated
 
-    def _log_step(self, report: Trained, groups: list[Group], members: list[Trajectory]) -> None:
+    def _log_step(self, report: Trained, groups: list[Group]) -> None:
         """A step is committed: what its trainer said of it goes into the record, and to the log."""
         self.record.trained(
             report.facts, report.token_staleness, report.trajectory_staleness, report.busy_s, report.idle_s
         )
         busy_s = self.record.instance_busy_s + sum(port.busy_s for port in self.instances.values())
-        busy_s, self._instances_busy_s = busy_s - self._instances_busy_s, busy_s
-        self._rows.append(
-            {
-                "step": report.step,
-                "time": self.record.seconds,
-                **report.facts,
-                "token_staleness": report.token_staleness,
-                "trajectory_staleness": report.trajectory_staleness,
-                "train_s": report.busy_s,
-                "idle_s": report.idle_s,
-                "instances_busy_s": busy_s,
-                "prompt_tokens": sum(member.group.prompt_tokens for member in members),
-                "prompts": [group.prompt for group in groups],
-                "signal": [differ(group) for group in groups],
-                "lengths": [member.generated for member in members],
-            }
-        )
-        self._write_rows()
-
-    def _write_rows(self) -> None:
-        try:
-            while self._rows:
-                self._metrics.write(self._rows[0])
-                del self._rows[0]
-        except OSError as error:
-            self._trouble = f"cannot write {self._metrics.path} ({error.strerror}): make room"
-        else:
-            self._trouble = ""
+        self._steps.add(report, groups, self.record.seconds, busy_s)
         self._look_at_disk()
 
     async def _show_for_ever(self) -> None:
@@ -631,8 +588,7 @@ class LocalRun:
         self.journal.on_durable = lambda: None
         with suppress(JournalError):  # on a full disk: a checkpoint is what a run continues from
             await asyncio.to_thread(self.journal.close)
-        self._write_rows()
-        self._metrics.close()
+        self._steps.close()
         self._decisions.flush()
 
 
@@ -642,8 +598,3 @@ def _add(error: Exception, what: str) -> None:
         error.args = (f"{error}; {what}",)
     else:
         error.add_note(what)
-
-
-def differ(group: Group) -> bool:
-    """Whether its rewards do: otherwise it teaches nothing."""
-    return len({member.reward for member in group.members if member.state == "consumed"}) > 1

@@ -1,0 +1,67 @@
+"""A line of ``metrics.jsonl`` for every training step, and nothing lost where the disk is full.
+
+log = StepLog(directory.metrics)
+log.add(report, groups, seconds, instances_busy_s)      # a step is committed
+log.write()                                             # also from time to time: what could not be written yet
+log.trouble                                             # why something cannot be written at the moment, if so
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from staleflow.observe.metrics import MetricsLog
+from staleflow.servers.lifecycle import Group
+from staleflow.types import Trained
+
+
+class StepLog:
+    def __init__(self, path: Path) -> None:
+        self.trouble = ""
+        self.busy_s = 0.0
+        """What instances had been busy for, in all, when the last step was committed."""
+        self._metrics = MetricsLog(path)
+        self._rows: list[dict[str, Any]] = []
+        """Lines that could not be written yet."""
+
+    def add(self, report: Trained, groups: list[Group], seconds: float, busy_s: float) -> None:
+        """What the trainer reported of a step, and the groups it was made of."""
+        members = [member for group in groups for member in group.members if member.state == "consumed"]
+        self._rows.append(
+            {
+                "step": report.step,
+                "time": seconds,
+                **report.facts,
+                "token_staleness": report.token_staleness,
+                "trajectory_staleness": report.trajectory_staleness,
+                "train_s": report.busy_s,
+                "idle_s": report.idle_s,
+                "instances_busy_s": busy_s - self.busy_s,
+                "prompt_tokens": sum(member.group.prompt_tokens for member in members),
+                "prompts": [group.prompt for group in groups],
+                "signal": [differ(group) for group in groups],
+                "lengths": [member.generated for member in members],
+            }
+        )
+        self.busy_s = busy_s
+        self.write()
+
+    def write(self) -> None:
+        try:
+            while self._rows:
+                self._metrics.write(self._rows[0])
+                del self._rows[0]
+        except OSError as error:
+            self.trouble = f"cannot write {self._metrics.path} ({error.strerror}): make room"
+        else:
+            self.trouble = ""
+
+    def close(self) -> None:
+        self.write()
+        self._metrics.close()
+
+
+def differ(group: Group) -> bool:
+    """Whether its rewards do: otherwise it teaches nothing."""
+    return len({member.reward for member in group.members if member.state == "consumed"}) > 1
