@@ -51,6 +51,8 @@ def test_commands_are_applied_in_order_without_gaps_once_and_none_of_an_earlier_
                 expected.append(f"{term}.{number}")
             assert one.applied == Fence(term, 4, number)
         assert applied(one) == expected
+        kept = one._early  # pyright: ignore[reportPrivateUsage]
+        assert all(each > one.applied for each in kept), "late and repeated commands would be kept without end"
 
 
 def test_nothing_behind_a_pull_is_applied_before_it_was_made(make: Make, kind: Kind) -> None:
