@@ -15,8 +15,8 @@ train: $(READY)          ## set up, then run the main job with its embedded defa
 test: $(READY)           ## set up, then the test suite (minutes)
 	$(BIN)/pytest $(SPREAD)
 
-test-all: $(READY)       ## the test suite with its long tests
-	$(BIN)/pytest $(SPREAD) -m ""
+test-all: $(READY)       ## the test suite with its long tests, and new examples for the property tests
+	HYPOTHESIS_PROFILE=new $(BIN)/pytest $(SPREAD) -m ""
 
 test-busy: $(READY)      ## ten times everything that starts processes, while other work keeps every core busy
 	$(BIN)/python scripts/test_busy.py

@@ -5,7 +5,8 @@ import os
 import sqlite3
 import struct
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 
 from staleflow.errors import RunError, line_of
@@ -63,7 +64,7 @@ def take_lock(path: Path) -> int:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        owner = os.pread(handle, 32, 0).decode() or "unknown"
+        owner = os.pread(handle, 32, 0).decode(errors="replace") or "unknown"
         os.close(handle)
         raise JournalError(
             f"the journal {path} belongs to process {owner}, which is running: stop it, or use another run directory"
@@ -81,10 +82,14 @@ def open_database(path: Path) -> sqlite3.Connection:
         if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             db.executescript(f"BEGIN; {SCHEMA} INSERT INTO meta VALUES('format', {FORMAT}); COMMIT;")
         found = db.execute("SELECT value FROM meta WHERE key='format'").fetchone()
+        if found == (FORMAT,) and tables(db) != the_tables():
+            raise sqlite3.DatabaseError("malformed: other tables than were made")
         if (wrong := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(f"malformed: {' '.join(wrong.split())}")
+    except UnicodeDecodeError as error:  # SQLite quotes the damaged bytes in its own message
+        raise JournalError(f"cannot open the journal {path} (malformed): {fix_for(error)}") from error
     except sqlite3.Error as error:
-        raise JournalError(f"cannot open the journal {path} ({error}): {fix_for(error)}") from error
+        raise JournalError(f"cannot open the journal {path} ({line_of(error)}): {fix_for(error)}") from error
     if found is None or found[0] != FORMAT:
         db.close()
         written = "another program" if found is None else f"format {found[0]}"
@@ -93,6 +98,18 @@ def open_database(path: Path) -> sqlite3.Connection:
             "update StaleFlow, or use another run directory"
         )
     return db
+
+
+def tables(db: sqlite3.Connection) -> list[tuple[object, ...]]:
+    """The definitions that SQLite reads the file by. It believes them: one changed letter can give other rows."""
+    return db.execute("SELECT type, name, tbl_name, rootpage, sql FROM sqlite_master ORDER BY rowid").fetchall()
+
+
+@cache
+def the_tables() -> list[tuple[object, ...]]:
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(SCHEMA)
+        return tables(db)
 
 
 @contextmanager

@@ -58,6 +58,13 @@ def test_a_file_that_was_cut_never_gives_a_traceback_or_another_state(written: P
     damaged(written, file, file.read_bytes()[: int(at * file.stat().st_size)])
 
 
+def test_damage_that_sqlite_quotes_in_its_message_is_one_line(written: Pictured) -> None:
+    """The first page holds the text of the tables' definitions; its message about bad ones has those bytes in it."""
+    body = written.path.read_bytes()
+    for at in range(body.index(b"CREATE"), 4096):
+        damaged(written, written.path, body[:at] + bytes([body[at] ^ 128]) + body[at + 1 :])
+
+
 @pytest.mark.slow
 def test_thousands_of_flipped_bits(written: Pictured) -> None:
     random = Random(0)
