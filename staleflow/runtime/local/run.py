@@ -20,21 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.config import Config
-from staleflow.config.machine import free_memory
-from staleflow.config.memory import trajectory_bytes
 from staleflow.coordinator.cost import CostModel
 from staleflow.errors import StaleFlowError, line_of
-from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.run.checkpoints import newest
 from staleflow.run.costs import RunCosts
 from staleflow.run.decisions import DecisionLog
 from staleflow.run.directory import RunDirectory
 from staleflow.run.incidents import Incidents, count
+from staleflow.run.opening import open_state
 from staleflow.run.origin import ORIGIN, origin_of
 from staleflow.run.parts import sizes
 from staleflow.run.record import Record
-from staleflow.run.state import STATE, pack_state, unpack_state
+from staleflow.run.state import STATE, pack_state
 from staleflow.run.step_log import StepLog
 from staleflow.runtime.control import ControlPlane, Settings, StalledError
 from staleflow.runtime.local.crew import Crew, RunError
@@ -48,11 +46,8 @@ from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.runtime.watchdog import Watchdog
 from staleflow.servers.book import let_go
 from staleflow.servers.database import JournalError
-from staleflow.servers.durable import DurableJournal
 from staleflow.servers.filters import FILTERS
 from staleflow.servers.lifecycle import Group, Trajectory
-from staleflow.servers.payloads import Limits, Payloads
-from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.servers.weights import claim, standby_of
 from staleflow.tasks.opening import TaskSet, decoder_of
 from staleflow.types import Evaluate, Evaluated, Moved, Pushed, Ready, Report, Saved, Trained
@@ -72,9 +67,6 @@ CYCLE_S = 0.05
 MOST_FAILURES = 256
 """A reward that fails so often in a row is not unlucky but broken."""
 VIEW_S = 0.25
-LAZY_S = 0.25
-"""Only the trainer waits for the journal: instances and reward workers end with this process, so whatever they have
-heard that was not durable is forgotten on both sides."""
 
 
 class Interrupted(RunError):  # noqa: N818  # an event, not a mistake
@@ -201,17 +193,10 @@ class LocalRun:
     def _open(self) -> None:
         """The state of the run: empty, or that of the checkpoint."""
         config = self.config
-        self._attempt = self.directory.lives + 1
-        self.journal = DurableJournal(self.directory.journal(self._attempt), lazy_s=LAZY_S)
-        memory = trajectory_bytes(config, free_memory())
-        limits = Limits(config.rollout.max_tokens, self.task.max_prompt_tokens, self.task.vocab_size, memory)
-        ledger = StalenessLedger(config.groups, config.staleness, config.redundancy)
-        self.payloads = Payloads(limits)
-        self.server = TrajectoryServer(ledger, config.group_size, config.extra_members, self.journal, self.payloads)
-        if self._checkpoint is not None:
-            self.record = unpack_state((self._checkpoint / STATE).read_bytes(), self.server, self.journal)
-            self.record.lives = self._attempt
-            self._before_s = self.record.seconds
+        opened = open_state(config, self.directory, self.task, self._checkpoint)
+        self.server, self.payloads, self.journal = opened.server, opened.payloads, opened.journal
+        self.record, self._attempt, self._resumed = opened.record, opened.attempt, opened.resumed
+        self._before_s = self.record.seconds
         self.server.on_committed = self._committed
         self.server.on_aborted = self._aborted
         self.outbox = Outbox(self.journal)
@@ -485,7 +470,7 @@ class LocalRun:
         for name, port in self.instances.items():
             if self.crew.children[name].ready.is_set():
                 self.control.join(port)
-        if self._checkpoint is not None:
+        if self._resumed:
             self.control.recover()
         self._trainer.reset()  # its clock begins now
         cpu = {name: child.cpu_s for name, child in self.crew.children.items()}
