@@ -19,6 +19,7 @@ from staleflow.run.record import Record
 from staleflow.run.state import STATE, unpack_state
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Limits, Payloads
+from staleflow.servers.state import recover
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.tasks.opening import TaskSet
 
@@ -38,15 +39,20 @@ class Opened:
     """Whether there was anything before: then the control plane recovers before it runs."""
 
 
-def open_state(config: Config, directory: RunDirectory, task: TaskSet, checkpoint: Path | None = None) -> Opened:
+def open_state(
+    config: Config, directory: RunDirectory, task: TaskSet, checkpoint: Path | None = None, in_place: bool = False
+) -> Opened:
     attempt = directory.lives + 1
-    journal = DurableJournal(directory.journal(attempt), lazy_s=LAZY_S)
+    journal = DurableJournal(directory.journal(attempt - 1 if in_place else attempt), lazy_s=LAZY_S)
     memory = trajectory_bytes(config, free_memory())
     payloads = Payloads(Limits(config.rollout.max_tokens, task.max_prompt_tokens, task.vocab_size, memory))
     ledger = StalenessLedger(config.groups, config.staleness, config.redundancy)
     server = TrajectoryServer(ledger, config.group_size, config.extra_members, journal, payloads)
     record = Record(config.staleness)
-    if checkpoint is not None:
+    if in_place:
+        recover(server, journal)
+        record.version = server.ledger.version
+    elif checkpoint is not None:
         record = unpack_state((checkpoint / STATE).read_bytes(), server, journal)
         record.lives = attempt
-    return Opened(server, payloads, journal, record, attempt, checkpoint is not None)
+    return Opened(server, payloads, journal, record, attempt, in_place or checkpoint is not None)

@@ -22,7 +22,7 @@ import staleflow.config
 from staleflow.runtime.local import child
 from staleflow.runtime.local.link import SocketLink, pack
 from staleflow.training import build, standby
-from staleflow.types import FromProcess, Setup
+from staleflow.types import FromProcess, Setup, ToProcess
 from staleflow.workers import trainer as worker
 from staleflow.workers.link import Gone
 
@@ -43,7 +43,7 @@ def context() -> Any:
 def main(end: socket.socket, log: Path) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     torch.set_num_threads(1)
-    child.main(end.detach())
+    child.serve(SocketLink(end, ToProcess))
 
 
 class TrainerProcess:
