@@ -137,6 +137,7 @@ class LocalRun:
                 self._beside(self.watching.forever(), "watch"),
             ]
             if self._supervisor is not None:
+                self._supervisor.tell(self.directory.path)
                 self._supervisor.attend(self._interrupt, self.crew.reaped)
             try:
                 await self._run()
