@@ -117,8 +117,7 @@ class LastingLink:
     def receive(self, timeout_s: float | None) -> Iterator[Any]:
         """What has come. Connections are changed here only: what came over one has been taken before the next."""
         until = float("inf") if timeout_s is None else self._clock() + timeout_s
-        taken = False
-        while not taken:
+        while True:
             left = until - self._clock()
             if self._link is None and not self._connect():
                 if left <= 0:
@@ -126,18 +125,21 @@ class LastingLink:
                 self._sleep(min(RETRY_S, left))
                 continue
             assert self._link is not None
+            only_kept = False
             try:
                 for message in self._link.receive(None if left == float("inf") else max(0.0, left)):
                     if isinstance(message, Kept):
                         self._forget(message.number)
+                        only_kept = True
                     else:
                         self._set_up |= isinstance(message, Setup)
-                        taken = True
+                        only_kept, until = False, float("-inf")
                         yield message
             except Gone:
                 self._link.close()
                 self._link, self._away_since, self._tried_at = None, self._clock(), float("-inf")
-            if left <= 0:
+                continue
+            if not only_kept:
                 return
 
     def _connect(self) -> bool:
