@@ -117,7 +117,7 @@ def readable(path: Path) -> Generator[None]:
     """Turn what reading a damaged file raises into one line. SQLite notices some damage, other gives odd values."""
     try:
         yield
-    except (sqlite3.Error, TypeError, ValueError, KeyError, OverflowError) as error:
+    except (sqlite3.Error, OSError, TypeError, ValueError, KeyError, OverflowError) as error:
         raise JournalError(
             f"the journal {path} is damaged ({line_of(error)}): restore it from a copy, or start a new run from "
             "the latest checkpoint"

@@ -25,7 +25,7 @@ import os
 import sqlite3
 import threading
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -311,24 +311,43 @@ class DurableJournal:
             for event in events:
                 yield frozen(event)
 
-    def payloads(self, live: Container[str]) -> Iterator[Named]:
-        """Every chunk of payload of the ``live`` names on disk, in the order it came. Deletes all others."""
+    def payloads(self, live: Container[str], kept: Container[str] = ()) -> Iterator[Named]:
+        """Every chunk of payload of the ``live`` names on disk, in the order it came. Deletes all others but those of
+        the ``kept`` names."""
         self._rows, self._live = {}, dict.fromkeys(self._places, 0)
-        for row, place in sorted(self._places.items()):
-            chunks = self._files.read(place)
-            if chunks is None:
-                raise JournalError(
-                    f"{self.path}-payload is damaged: {place.size} bytes at {place.offset} of file {place.file} cannot "
-                    "be read. Restore it from a copy, or start a new run from the latest checkpoint"
-                )
-            for name, chunk in chunks:
-                if name in live:
+        for row in sorted(self._places):
+            for name, chunk in self._read(row):
+                alive = name in live
+                if alive or name in kept:
                     self._rows.setdefault(name, []).append(row)
                     self._live[row] += 1
+                if alive:
                     yield name, chunk
         needless = [row for row in self._places if not self._live[row]]
         self._db.executemany("DELETE FROM payload WHERE id=?", [(row,) for row in needless])
         self._forget(needless)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether any payload of this name is on disk."""
+        return name in self._rows
+
+    def chunks(self, names: Collection[str]) -> Iterator[Named]:
+        """The chunks of payload of these names on disk, in the order they came."""
+        with self._write_lock:
+            rows = sorted({row for name in names for row in self._rows.get(name, ())})
+        for row in rows:
+            yield from ((name, chunk) for name, chunk in self._read(row) if name in names)
+
+    def _read(self, row: int) -> list[Named]:
+        place = self._places[row]
+        with readable(self.path):
+            chunks = self._files.read(place)
+        if chunks is None:
+            raise JournalError(
+                f"{self.path}-payload is damaged: {place.size} bytes at {place.offset} of file {place.file} cannot "
+                "be read. Restore it from a copy, or start a new run from the latest checkpoint"
+            )
+        return chunks
 
     def _last(self) -> int:
         return self._db.execute("SELECT max(last) FROM log").fetchone()[0] or 0
