@@ -31,7 +31,15 @@ from typing import Any, cast
 
 import msgspec
 
-from staleflow.servers.database import JournalError, fix_for, open_database, readable, take_lock, torn_bytes
+from staleflow.servers.database import (
+    DamagedError,
+    JournalError,
+    fix_for,
+    open_database,
+    readable,
+    take_lock,
+    torn_bytes,
+)
 from staleflow.servers.journal import Event
 from staleflow.servers.payload_files import FileRange, Named, PayloadFiles
 from staleflow.types import Chunk
@@ -277,6 +285,17 @@ class DurableJournal:
                     "resume it with the same settings, or use another run directory"
                 )
 
+    def begin(self, first: int = 1) -> int:
+        """Counts the attempts at a run that write to this journal. The number of this one, at least ``first``."""
+        with readable(self.path):
+            found = self._db.execute("SELECT value FROM meta WHERE key='attempt'").fetchone()
+            attempt = max(first, 1 + int(found[0])) if found else first
+        try:
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES('attempt', ?)", (attempt,))
+        except sqlite3.Error as error:
+            raise JournalError(f"cannot write {self.path} ({error}): {fix_for(error)}") from error
+        return attempt
+
     def recovered(self) -> tuple[dict[str, Any] | None, Iterator[Event]]:
         """The latest snapshot, if there is one, and every event after it."""
         with readable(self.path):
@@ -303,7 +322,7 @@ class DurableJournal:
                 whole = zlib.crc32(body) == crc and last - count == expected
                 events = cast(list[Any], _decode(body)) if whole else []
             if not whole:
-                raise JournalError(
+                raise DamagedError(
                     f"{self.path} is damaged: events {expected + 1} to {last} cannot be read, those before are whole. "
                     "Restore the file from a copy, or start a new run from the latest checkpoint"
                 )
@@ -343,7 +362,7 @@ class DurableJournal:
         with readable(self.path):
             chunks = self._files.read(place)
         if chunks is None:
-            raise JournalError(
+            raise DamagedError(
                 f"{self.path}-payload is damaged: {place.size} bytes at {place.offset} of file {place.file} cannot "
                 "be read. Restore it from a copy, or start a new run from the latest checkpoint"
             )

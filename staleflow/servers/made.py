@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from staleflow.servers.database import JournalError
+from staleflow.servers.database import DamagedError
 from staleflow.servers.lifecycle import Group
 from staleflow.servers.payloads import TOKEN_BYTES
 from staleflow.types import TOKEN, Row, Spans, token_count
@@ -54,7 +54,7 @@ class MadeStep(NamedTuple):
 
 
 def rows_of(step: MadeStep, journal: DurableJournal) -> list[list[Row]]:
-    """What the trainer was fed. ``JournalError`` if the journal does not have all of it."""
+    """What the trainer was fed. ``DamagedError`` if the journal does not have all of it."""
     parts: dict[str, list[tuple[bytes, bytes]]] = {}
     for name, chunk in journal.chunks(set(step.names())):
         parts.setdefault(name, []).append((chunk.tokens, chunk.logprobs))
@@ -67,5 +67,5 @@ def rows_of(step: MadeStep, journal: DurableJournal) -> list[list[Row]]:
         for group, members in _decode(step.body)
     ]
     if any(not row.prompt_bytes or row.tokens.size != token_count(row.spans) for group in rows for row in group):
-        raise JournalError(f"{journal.path}-payload does not have every token of a step: resume from a checkpoint")
+        raise DamagedError(f"{journal.path}-payload does not have every token of a step: resume from a checkpoint")
     return rows

@@ -39,8 +39,10 @@ class Crew:
         watchdog: Watchdog,
         on_death: Callable[[Child, str, float | None], None],
         checkpoint: Path | None = None,
+        standby: bool = False,
     ) -> None:
-        """``on_death`` is told how a process ended, and in how many seconds it is started again; None: it is not."""
+        """``on_death`` is told how a process ended, and in how many seconds it is started again; None: it is not.
+        ``standby``: the first trainer continues from what one of an earlier attempt published."""
         self.children: dict[str, Child] = {}
         self.incarnations: dict[str, int] = {}
         """How often each was started."""
@@ -56,6 +58,7 @@ class Crew:
         self._model = model
         self._places = places
         self._checkpoint = checkpoint
+        self._standby = standby
         self._stopping = False
         self._replacing: set[asyncio.Task[None]] = set()
 
@@ -79,7 +82,7 @@ class Crew:
             place.threads,
             place.nice,
             str(self._checkpoint or ""),
-            standby=incarnation > 1,
+            standby=self._standby or incarnation > 1,
         )
         child = self.children[name] = Child(setup, self._directory.log(name))
 

@@ -27,9 +27,10 @@ from staleflow.run.checkpoints import newest
 from staleflow.run.costs import RunCosts
 from staleflow.run.decisions import DecisionLog
 from staleflow.run.directory import RunDirectory
-from staleflow.run.incidents import Incidents, count
-from staleflow.run.opening import open_state
-from staleflow.run.origin import ORIGIN, origin_of
+from staleflow.run.incidents import Incidents
+from staleflow.run.journalled import JournalledRecord
+from staleflow.run.opening import KEPT_BYTES, Opened, open_state
+from staleflow.run.origin import ORIGIN, origin_of, write_origin
 from staleflow.run.parts import sizes
 from staleflow.run.record import Record
 from staleflow.run.state import STATE, pack_state
@@ -47,8 +48,9 @@ from staleflow.runtime.watchdog import Watchdog
 from staleflow.servers.book import let_go
 from staleflow.servers.database import JournalError
 from staleflow.servers.filters import FILTERS
-from staleflow.servers.lifecycle import Group, Trajectory
-from staleflow.servers.weights import claim, standby_of
+from staleflow.servers.lifecycle import Group
+from staleflow.servers.made import rows_of
+from staleflow.servers.weights import claim, reclaim, standby_of
 from staleflow.tasks.opening import TaskSet, decoder_of
 from staleflow.types import Evaluate, Evaluated, Moved, Pushed, Ready, Report, Saved, Trained
 
@@ -93,7 +95,7 @@ class LocalRun:
         self.directory = directory
         self.task = task
         self.show = show
-        self.record = Record(config.staleness)
+        self.kept = JournalledRecord(Record(config.staleness), lambda *_: None)
         self.instances: dict[str, RemoteInstance] = {}
         self.interrupted = False
         self.stopped_by = ""
@@ -114,8 +116,6 @@ class LocalRun:
         """Seconds of training in earlier attempts of the run."""
         self._shown_s = 0.0
         """CPU seconds for what people look at."""
-        self._report: Trained | None = None
-        """What the trainer said of the latest step."""
         self._failures = 0
         """Rewards that failed since the last one that did not."""
         self._scored = 0
@@ -128,10 +128,19 @@ class LocalRun:
         config = self.config
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
         places = placement(cores, config.rollout.instances, config.processes.threads, config.processes.pin)
-        self.crew = Crew(self.directory, self._model, places, self.watchdog, self._on_death, self._checkpoint)
+        opened = open_state(config, self.directory, self.task, self._checkpoint)
+        if opened.how:
+            self.incidents.note(opened.how)
+        else:
+            write_origin(self.directory, self._origin)
+        self.crew = Crew(
+            self.directory, self._model, places, self.watchdog, self._on_death, self._checkpoint, opened.standby
+        )
         store = self.directory.store
-        with claim(store), claim(standby_of(store)):
-            self._open()
+        if not opened.standby:
+            reclaim()
+        with claim(store, standby_of(store)):
+            self._open(opened)
             for each in SIGNALS:
                 self._loop.add_signal_handler(each, self._interrupt, each)
             beside = [self._beside(self._show_for_ever(), "view"), self._beside(self._watch_for_ever(), "watch")]
@@ -154,6 +163,7 @@ class LocalRun:
         await self.crew.within(self._start(), "start of all processes", START_S)
         self._started = True
         self.crew.optional.add("evaluator")
+        await self._make_again()
         await self._evaluate()
         await self._train()
         await self._save_last()
@@ -190,15 +200,15 @@ class LocalRun:
 
     # Setting up
 
-    def _open(self) -> None:
-        """The state of the run: empty, or that of the checkpoint."""
+    def _open(self, opened: Opened) -> None:
         config = self.config
-        opened = open_state(config, self.directory, self.task, self._checkpoint)
         self.server, self.payloads, self.journal = opened.server, opened.payloads, opened.journal
-        self.record, self._attempt, self._resumed = opened.record, opened.attempt, opened.resumed
+        self.kept, self._attempt, self._resumed = opened.kept, opened.attempt, bool(opened.how)
         self._before_s = self.record.seconds
+        if (row := self._steps.rewind(self.server.ledger.version)) is not None and opened.standby:
+            self.kept.recall(row)
+        self._pushed = asyncio.Event()
         self.server.on_committed = self._committed
-        self.server.on_aborted = self._aborted
         self.outbox = Outbox(self.journal)
         self.journal.on_durable = self.outbox.waker(self._loop)
         self._trainer = RemoteTrainer(self.crew, self.server, self.server.ledger.version, self._trainer_asked)
@@ -281,16 +291,21 @@ class LocalRun:
             case Ready(version=version):
                 child.ready.set()
                 self._trainer.version = version
+                self._pushed.set()
                 if self.crew.incarnations[child.name] > 1:
                     self._trainer_back(version)
             case Pushed(version=version):
                 self._trainer.version = version
+                self._pushed.set()
                 self._trainer_did("feed", "finish")
                 self.control.on_pushed(version)
             case Trained():
-                self._report = message
+                if message.step >= self.server.ledger.version:  # others are made again
+                    self.kept.trained(message, self.seconds, self._spent())
             case Saved():
                 self._trainer_did("save")
+                if not message.why:
+                    self.server.forget(message.version)
                 self._saving.heard(message)
             case Moved(handled=handled, why=why):
                 if why:
@@ -333,7 +348,7 @@ class LocalRun:
             self._failed("evaluation", "responses not scored", f"{what} could not be scored, last: {message.why}")
         if message.accuracy is None:
             return
-        self.record.evaluated(message.version, message.accuracy)
+        self.kept.evaluated(message.version, message.accuracy)
         goal = self.config.stop_at
         if goal is not None and message.accuracy >= goal and self.training:
             self.control.stop()
@@ -347,7 +362,7 @@ class LocalRun:
         if self.control.over:
             return
         self._failures += 1
-        count(self.record.failures, "reward", "not scored")
+        self.kept.counted("failures", "reward", "not scored")
         self.incidents.rarely("reward", f"reward of {name} failed: {why}", self._loop.time())
         if (away_s := self._pool.away_s) >= self.config.reward.patience_s > 0:
             self.crew.fail(f"the reward service has been away for {away_s:.0f} s (reward.patience_s), last: {why}")
@@ -356,7 +371,7 @@ class LocalRun:
         self.control.on_score_failed(name, why)
 
     def _reward_away(self, why: str) -> None:
-        count(self.record.failures, "reward", "service away")
+        self.kept.counted("failures", "reward", "service away")
         left = self.config.reward.patience_s - self._pool.away_s
         self.incidents.rarely("away", f"{why}; asked again for {left:.0f} s", self._loop.time())
 
@@ -364,7 +379,7 @@ class LocalRun:
 
     def _on_death(self, child: Child, how: str, pause_s: float | None) -> None:
         name, role = child.name, child.setup.role
-        count(self.record.restarts, role, how)
+        self.kept.counted("restarts", role, how)
         how = f"stood still ({child.hung}) and was killed" if child.hung else f"died: {how}"
         words = f": {said}" if (said := child.last_words()) else ""
         after = "" if child.broken or pause_s is None else "; started again" + (f" in {pause_s:g} s" if pause_s else "")
@@ -375,7 +390,7 @@ class LocalRun:
             self._evaluations.end(f"the evaluator {how}{words} (see {child.log})")
 
     def _failed(self, what: str, why: str, line: str) -> None:
-        count(self.record.failures, what, why)
+        self.kept.counted("failures", what, why)
         self.incidents.note(line)
 
     async def _watch_for_ever(self) -> None:
@@ -444,7 +459,11 @@ class LocalRun:
     @property
     def loss(self) -> float | None:
         """Of the latest step."""
-        return self._report.facts.get("loss") if self._report is not None else None
+        return self.kept.report.facts.get("loss") if self.kept.report is not None else None
+
+    @property
+    def record(self) -> Record:
+        return self.kept.record
 
     @property
     def seconds(self) -> float:
@@ -470,9 +489,9 @@ class LocalRun:
         for name, port in self.instances.items():
             if self.crew.children[name].ready.is_set():
                 self.control.join(port)
+        self._trainer.reset()  # its clock begins now
         if self._resumed:
             self.control.recover()
-        self._trainer.reset()  # its clock begins now
         cpu = {name: child.cpu_s for name, child in self.crew.children.items()}
         try:
             await self.crew.within(self.control.run(self.config.steps), "training")
@@ -486,6 +505,27 @@ class LocalRun:
             for name, child in self.crew.children.items():
                 used = child.cpu_s - (cpu[name] if self.crew.incarnations[name] == 1 else 0.0)
                 self.record.cpu_s[name] = self.record.cpu_s.get(name, 0.0) + used
+            self.kept.tell()
+
+    def _spent(self) -> dict[str, float]:
+        """What the record's counters of time would be if the run ended now."""
+        record, busy_s = self.record, sum(port.busy_s for port in self.instances.values())
+        return {
+            "control_s": record.control_s + self._control_s,
+            "instance_s": record.instance_s + len(self.instances) * (time.monotonic() - self._began),
+            "instance_busy_s": record.instance_busy_s + busy_s,
+        }
+
+    async def _make_again(self) -> None:
+        """Steps that the trainer lacks: it is fed what they were made of. Nothing else comes of them."""
+        while (step := self._trainer.version) < self.server.ledger.version:
+            if self.interrupted:
+                raise Interrupted(f"stopped by {self.stopped_by} while steps were made again: nothing is lost")
+            if (made := self.server.made.get(step)) is None:
+                raise RunError(f"the trainer is at version {step}, and the journal does not have this step: resume")
+            self._pushed.clear()
+            self._trainer.make_again(step, rows_of(made, self.journal))
+            await self.crew.within(self._pushed.wait(), f"step {step}, made again")
 
     def _interrupt(self, number: signal.Signals) -> None:
         """End in good order. The second Ctrl-C is Python's own; the other signals may come again."""
@@ -502,26 +542,21 @@ class LocalRun:
 
     def _committed(self, step: int, groups: list[Group]) -> None:
         version = step + 1
-        self.record.committed(version, self.seconds)
-        if self._report is not None and self._report.step == step:
-            self._log_step(self._report, groups)
+        if (report := self.kept.committed(step, self.seconds)) is not None:
+            self._log_step(report, groups)
         let_go(groups)
         self.show(self)
         every = self.config.evaluation.every
         if every and version % every == 0 and version < self.config.steps:
             self._evaluations.ask(version, now=self.config.evaluation.when == "during")
         now = self._loop.time()
-        if version < self.config.steps and not self._rescuing and self._saving.due(version, now):
+        much = self.server.made_bytes > KEPT_BYTES
+        if version < self.config.steps and not self._rescuing and self._saving.due(version, now, much):
             self._saving.periodic(version, now)
-
-    def _aborted(self, trajectory: Trajectory, _reason: str) -> None:
-        self.record.tokens_wasted += trajectory.generated
+        if self.server.made_bytes > 2 * KEPT_BYTES:
+            self.server.forget(version)
 
     def _log_step(self, report: Trained, groups: list[Group]) -> None:
-        """A step is committed: what its trainer said of it goes into the record, and to the log."""
-        self.record.trained(
-            report.facts, report.token_staleness, report.trajectory_staleness, report.busy_s, report.idle_s
-        )
         busy_s = self.record.instance_busy_s + sum(port.busy_s for port in self.instances.values())
         self._steps.add(report, groups, self.record.seconds, busy_s)
         self._look_at_disk()

@@ -13,7 +13,7 @@ and instances need only the run's name:
 
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -153,6 +153,13 @@ class LocalParameterServer:
             self._reader = Reader(self._store, self._lease_s, self._between)
         return self._reader.pull(into, at_least, verify).version
 
+    def whole(self) -> bool:
+        """Whether every tensor of the newest version has the checksum that it was pushed with."""
+        self._store.check()
+        if self._reader is None:
+            self._reader = Reader(self._store, self._lease_s, self._between)
+        return self._reader.whole()
+
     @property
     def last_pull(self) -> PullResult | None:
         """The last pull of this object: bytes copied and skipped, attempts and checksum."""
@@ -199,17 +206,16 @@ def standby_of(store: str) -> str:
 
 
 @contextmanager
-def claim(name: str, registry: Path | str | None = None) -> Generator[None]:
-    """Meanwhile the store of this name is not a leftover, even if no process is attached. What dead runs left is
-    reclaimed before and after."""
-    reclaim(registry)
+def claim(*names: str, registry: Path | str | None = None) -> Generator[None]:
+    """Meanwhile the stores of these names are not leftovers, even if no process is attached. What dead runs left under
+    other names is reclaimed now, and everything in the end."""
     folder = StoreRegistry(registry)
-    fd = folder.claim(name)
-    try:
-        yield
-    finally:
-        folder.disclaim(name, fd)
+    with ExitStack() as held:
+        held.callback(reclaim, registry)
+        for name in names:
+            held.callback(folder.disclaim, name, folder.claim(name))
         reclaim(registry)
+        yield
 
 
 def reclaim(registry: Path | str | None = None) -> list[str]:
