@@ -46,6 +46,19 @@ class MetricsLog:
             os.ftruncate(self._file.fileno(), before)
             raise
 
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Remove the lines of this step and of later ones from the end: they are made again. Returns them."""
+        descriptor = self._file.fileno()
+        end, removed = os.fstat(descriptor).st_size, list[dict[str, Any]]()
+        while end > 0:
+            row = _row(os.pread(descriptor, end - (begin := _after_newline(descriptor, end - 1)), begin))
+            if row is not None and not (isinstance(row.get("step"), int) and row["step"] >= step):
+                break
+            removed += [row] if row is not None else []
+            end = begin
+        os.ftruncate(descriptor, end)
+        return removed[::-1]
+
     def close(self) -> None:
         self._file.close()
 

@@ -71,9 +71,17 @@ class TrainerFeed:
         return news
 
     def recover(self) -> bool:
-        """After a restart of the control plane: the trainer may have finished a step, or hold half of one."""
-        news = self._settle()
+        """After a restart of the control plane: the trainer may have finished a step, or hold half of one. A step that
+        was full is made of the same groups, for there may be tokens of its version already."""
+        ledger = self._server.ledger
+        step, full = ledger.version, ledger.frontier > ledger.version
+        news = full and self.pushed(self._trainer.durable())
         self._trainer.reset()
+        if full and not news:
+            self._trainer.feed(step, [self._server.groups[name] for name in self._server.leased])
+            self._trainer.finish(step)
+        elif ledger.taken and not full:
+            self._server.rollback(step)
         return news
 
     def _settle(self) -> bool:

@@ -96,7 +96,7 @@ class Standby:
         self._forget(version)
 
     def _note(self, step: int) -> Path:
-        return self._folder / f"fed-{step:012d}.msgpack"
+        return note_of(self._folder, step)
 
     def _forget(self, before: int) -> None:
         """What was fed to steps that nobody will make again."""
@@ -130,6 +130,10 @@ class Standby:
         """Leave it to the one that takes this trainer's place."""
         self._pool.shutdown()
         self._server.detach()
+
+
+def note_of(folder: Path, step: int) -> Path:
+    return folder / f"fed-{step:012d}.msgpack"
 
 
 def state(trainer: Trainer) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from staleflow.run.incidents import count
 from staleflow.runtime.local.process import Child
 from staleflow.runtime.local.remote import RemoteInstance
 from staleflow.types import Evaluated, Moved, Pushed, Ready, Report, Saved, Trained
@@ -27,8 +26,6 @@ MOST_FAILURES = 256
 class Hearing:
     def __init__(self, run: LocalRun) -> None:
         self.early: list[Report] = []
-        self.trained: Trained | None = None
-        """What the trainer said of the latest step."""
         self.scored = 0
         """Responses."""
         self._failures = 0
@@ -70,19 +67,24 @@ class Hearing:
         run = self._run
         match message:
             case Ready(version=version):
-                run.trainer.made(version)
+                run.trainer.version = version
                 child.ready.set()
+                run.pushed.set()
                 if run.started:
                     self._trainer_back(version)
             case Pushed(version=version):
-                run.trainer.made(version)
+                run.trainer.version = version
+                run.pushed.set()
                 self._trainer_did("feed", "finish")
                 if run.started:  # before that, the control plane finds it out when it recovers
                     run.control.on_pushed(version)
             case Trained():
-                self.trained = message
+                if message.step >= run.server.ledger.version:  # others are made again
+                    run.kept.trained(message, run.seconds, run.spent())
             case Saved():
                 self._trainer_did("save")
+                if not message.why:
+                    run.server.forget(message.version)
                 run.saving.heard(message)
             case Moved(handled=handled, why=why):
                 if why:
@@ -129,7 +131,7 @@ class Hearing:
             run.failed("evaluation", "responses not scored", f"{what} could not be scored, last: {message.why}")
         if message.accuracy is None:
             return
-        run.record.evaluated(message.version, message.accuracy)
+        run.kept.evaluated(message.version, message.accuracy)
         goal = run.config.stop_at
         if goal is not None and message.accuracy >= goal and run.training:
             run.control.stop()
@@ -146,7 +148,7 @@ class Hearing:
         if run.control.over:
             return
         self._failures += 1
-        count(run.record.failures, "reward", "not scored")
+        run.kept.counted("failures", "reward", "not scored")
         run.incidents.rarely("reward", f"reward of {name} failed: {why}", run.loop.time())
         if (away_s := run.pool.away_s) >= run.config.reward.patience_s > 0:
             run.crew.fail(f"the reward service has been away for {away_s:.0f} s (reward.patience_s), last: {why}")
@@ -156,6 +158,6 @@ class Hearing:
 
     def reward_away(self, why: str) -> None:
         run = self._run
-        count(run.record.failures, "reward", "service away")
+        run.kept.counted("failures", "reward", "service away")
         left = run.config.reward.patience_s - run.pool.away_s
         run.incidents.rarely("away", f"{why}; asked again for {left:.0f} s", run.loop.time())

@@ -13,7 +13,7 @@ from staleflow.runtime.local.process import Child
 from staleflow.runtime.ports import Heard
 from staleflow.servers.lifecycle import Group
 from staleflow.servers.trajectories import TrajectoryServer
-from staleflow.types import Command, Feed, Fence, Finish, InstanceState, Report, Reset, Save
+from staleflow.types import Command, Feed, Fence, Finish, InstanceState, Report, Reset, Row, Save
 
 
 class RemoteInstance:
@@ -68,14 +68,16 @@ class RemoteTrainer:
         self._child: Child | None = None
         self._sent = 0
 
-    def made(self, version: int) -> None:
-        """It is safe, whoever says so and however late."""
-        self.version = max(self.version, version)
-
     def feed(self, step: int, groups: Sequence[Group]) -> None:
         rows = [self._server.rows([group]) for group in groups]
         tokens = sum(len(row.tokens) // 4 for group in rows for row in group)
         self._send(Feed(step, rows), "feed", f"gradients of step {step}", tokens)
+
+    def make_again(self, step: int, groups: list[list[Row]]) -> None:
+        """A step that is committed already: the trainer began before it."""
+        tokens = sum(row.tokens.size for group in groups for row in group)
+        self._send(Feed(step, groups), "feed", f"gradients of step {step}", tokens)
+        self.finish(step)
 
     def finish(self, step: int) -> None:
         self._send(Finish(step), "finish", f"update of step {step}")

@@ -31,10 +31,12 @@ from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.run.costs import RunCosts
 from staleflow.run.decisions import DecisionLog
 from staleflow.run.directory import RunDirectory
-from staleflow.run.incidents import Incidents, count
-from staleflow.run.opening import open_state
-from staleflow.run.origin import ORIGIN, origin_of
+from staleflow.run.incidents import Incidents
+from staleflow.run.journalled import JournalledRecord
+from staleflow.run.opening import KEPT_BYTES, Opened, open_state
+from staleflow.run.origin import ORIGIN, origin_of, write_origin
 from staleflow.run.parts import sizes
+from staleflow.run.processes import end, processes
 from staleflow.run.record import Record
 from staleflow.run.state import STATE, pack_state
 from staleflow.run.step_log import StepLog
@@ -48,15 +50,15 @@ from staleflow.runtime.local.rescuing import Rescue
 from staleflow.runtime.local.saving import Saving
 from staleflow.runtime.local.stillness import STALL_S
 from staleflow.runtime.local.supervisor import Supervisor
-from staleflow.runtime.local.taking_over import take_over
 from staleflow.runtime.local.watching import Watching
 from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.runtime.watchdog import Watchdog
 from staleflow.servers.book import let_go
 from staleflow.servers.database import JournalError
 from staleflow.servers.filters import FILTERS
-from staleflow.servers.lifecycle import Group, Trajectory
-from staleflow.servers.weights import claim, standby_of
+from staleflow.servers.lifecycle import Group
+from staleflow.servers.made import rows_of
+from staleflow.servers.weights import claim, reclaim, standby_of
 from staleflow.tasks.opening import TaskSet, decoder_of
 from staleflow.types import Evaluate, Trained
 
@@ -95,7 +97,7 @@ class LocalRun:
         self.directory = directory
         self.task = task
         self.show = show
-        self.record = Record(config.staleness)
+        self.kept = JournalledRecord(Record(config.staleness), lambda *_: None)
         self.instances: dict[str, RemoteInstance] = {}
         self.interrupted = False
         self.stopped_by = ""
@@ -125,11 +127,12 @@ class LocalRun:
     async def execute(self) -> dict[str, Any]:
         """The whole run. Returns its summary."""
         self.loop = asyncio.get_running_loop()
-        left = take_over(self.directory, self.config)
-        self.in_place = bool(left)
+        opened = self._opened()
         store = self.directory.store
-        with claim(store, standby_of(store), keep=self.in_place):
-            self._open()
+        if not opened.standby:
+            reclaim()
+        with claim(store, standby_of(store)):
+            self._open(opened)
             for each in SIGNALS:
                 self.loop.add_signal_handler(each, self._signalled, each)
             beside = [
@@ -158,25 +161,17 @@ class LocalRun:
 
     async def _run(self) -> None:
         if self.in_place:
-            self._say_so()
             self.crew.optional.add("evaluator")
         limit_s = None if self.in_place else START_S  # a trainer at work comes when it has finished
         await self.crew.within(self._start(), "start of all processes", limit_s)
         self.started = True
         self.crew.optional.add("evaluator")
+        await self._make_again()
         if not self.in_place or not self.server.ledger.version:
             await self._evaluate()
         await self._train()
         await self.rescue.save_last()
         await self._evaluate()
-
-    def _say_so(self) -> None:
-        """The death of the control plane before this one is an incident of the run like any other."""
-        how = self._supervisor.died if self._supervisor is not None and self._supervisor.died else "not known how"
-        count(self.record.restarts, "control", how)
-        there = ", ".join(sorted(self.crew.orphans))
-        version = self.server.ledger.version
-        self.incidents.note(f"the control plane died: {how}; it continues at step {version} with {there}")
 
     def _beside(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Something that runs as long as the run does; if it cannot, that is a mistake of ours, and ends it."""
@@ -209,17 +204,37 @@ class LocalRun:
 
     # Setting up
 
-    def _open(self) -> None:
-        """The state of the run: empty, or that of the checkpoint."""
+    def _opened(self) -> Opened:
+        """Where the run is. Processes of an attempt before this one stay if it continues with what they hold."""
+        left = list(processes(self.directory.path))
+        lives = any(each.name == "trainer" for each in left)
+        opened = open_state(self.config, self.directory, self.task, self._checkpoint, lives)
+        self.in_place = bool(left) and opened.standby
+        if not self.in_place:
+            end(left)
+        deaths = self._supervisor.deaths if self._supervisor is not None else ()
+        for how in deaths or (["not known how"] if left else []):
+            opened.kept.counted("restarts", "control", how)
+            self.incidents.note(f"the control plane died: {how}")
+        if opened.how:
+            opened.journal.commit()
+            self.incidents.note(opened.how)
+        else:
+            write_origin(self.directory, self._origin)
+        return opened
+
+    def _open(self, opened: Opened) -> None:
         config = self.config
-        opened = open_state(config, self.directory, self.task, self._checkpoint, self.in_place)
         self.server, self.payloads, self.journal = opened.server, opened.payloads, opened.journal
-        self.record, self._attempt, self._resumed = opened.record, opened.attempt, opened.resumed
-        self.server.least_epoch = self._attempt << 20
+        self.kept, self._attempt, self._resumed = opened.kept, opened.attempt, bool(opened.how)
+        self.server.least_epoch = self._attempt - 1 << 20
         self._before_s = self.record.seconds
-        self.crew = self._crew()
+        if (row := self.steps.rewind(self.server.ledger.version)) is not None and opened.standby:
+            self.kept.recall(row)
+        self.pushed = asyncio.Event()
+        """The trainer has made a version, or said which it is at."""
+        self.crew = self._crew(opened.standby)
         self.server.on_committed = self._committed
-        self.server.on_aborted = self._aborted
         self.outbox = Outbox(self.journal)
         self.journal.on_durable = self.outbox.waker(self.loop)
         self.trainer = RemoteTrainer(self.crew, self.server, self.server.ledger.version, self.hearing.trainer_asked)
@@ -242,13 +257,13 @@ class LocalRun:
         )
         self.control = self._control()
 
-    def _crew(self) -> Crew:
+    def _crew(self, standby: bool) -> Crew:
         config, processes = self.config, self.config.processes
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
         places = placement(cores, config.rollout.instances, processes.threads, processes.pin)
         died = self.watching.death
         parts = self.directory, self._model, places, self.watchdog, died, self._checkpoint
-        return Crew(*parts, self._attempt, standby=self.in_place)
+        return Crew(*parts, self._attempt, standby)
 
     def _control(self) -> ControlPlane:
         config = self.config
@@ -287,7 +302,11 @@ class LocalRun:
     @property
     def loss(self) -> float | None:
         """Of the latest step."""
-        return self.hearing.trained.facts.get("loss") if self.hearing.trained is not None else None
+        return self.kept.report.facts.get("loss") if self.kept.report is not None else None
+
+    @property
+    def record(self) -> Record:
+        return self.kept.record
 
     @property
     def seconds(self) -> float:
@@ -313,9 +332,9 @@ class LocalRun:
         for name, port in self.instances.items():
             if self.crew.children[name].ready.is_set():
                 self.control.join(port)
+        self.trainer.reset()  # its clock begins now
         if self._resumed:
             self.control.recover(self.hearing.early)
-        self.trainer.reset()  # its clock begins now
         steps = self.server.ledger.frontier if self.interrupted else self.config.steps
         cpu = {name: child.cpu_s for name, child in self.crew.children.items()}
         try:
@@ -330,6 +349,29 @@ class LocalRun:
             for name, child in self.crew.children.items():
                 used = child.cpu_s - (cpu[name] if self.crew.incarnations[name] == 1 else 0.0)
                 self.record.cpu_s[name] = self.record.cpu_s.get(name, 0.0) + used
+            self.kept.tell()
+
+    def spent(self) -> dict[str, float]:
+        """What the record's counters of time would be if the run ended now."""
+        if not self._began:
+            return {}
+        record, busy_s = self.record, sum(port.busy_s for port in self.instances.values())
+        return {
+            "control_s": record.control_s + self._control_s,
+            "instance_s": record.instance_s + len(self.instances) * (time.monotonic() - self._began),
+            "instance_busy_s": record.instance_busy_s + busy_s,
+        }
+
+    async def _make_again(self) -> None:
+        """Steps that the trainer lacks: it is fed what they were made of. Nothing else comes of them."""
+        while (step := self.trainer.version) < self.server.ledger.version:
+            if self.interrupted:
+                raise Interrupted(f"stopped by {self.stopped_by} while steps were made again: nothing is lost")
+            if (made := self.server.made.get(step)) is None:
+                raise RunError(f"the trainer is at version {step}, and the journal does not have this step: resume")
+            self.pushed.clear()
+            self.trainer.make_again(step, rows_of(made, self.journal))
+            await self.crew.within(self.pushed.wait(), f"step {step}, made again")
 
     def _signalled(self, number: signal.Signals) -> None:
         """The second Ctrl-C is Python's own; the other signals may come again."""
@@ -351,8 +393,7 @@ class LocalRun:
 
     def _committed(self, step: int, groups: list[Group]) -> None:
         version = step + 1
-        self.record.committed(version, self.seconds)
-        if (report := self.hearing.trained) is not None and report.step == step:
+        if (report := self.kept.committed(step, self.seconds)) is not None:
             self._log_step(report, groups)
         let_go(groups)
         self.show(self)
@@ -360,17 +401,13 @@ class LocalRun:
         if every and version % every == 0 and version < self.config.steps:
             self.evaluations.ask(version, now=self.config.evaluation.when == "during")
         now = self.loop.time()
-        if version < self.config.steps and not self.rescue.begun and self.saving.due(version, now):
+        much = self.server.made_bytes > KEPT_BYTES
+        if version < self.config.steps and not self.rescue.begun and self.saving.due(version, now, much):
             self.saving.periodic(version, now)
-
-    def _aborted(self, trajectory: Trajectory, _reason: str) -> None:
-        self.record.tokens_wasted += trajectory.generated
+        if self.server.made_bytes > 2 * KEPT_BYTES:
+            self.server.forget(version)
 
     def _log_step(self, report: Trained, groups: list[Group]) -> None:
-        """A step is committed: what its trainer said of it goes into the record, and to the log."""
-        self.record.trained(
-            report.facts, report.token_staleness, report.trajectory_staleness, report.busy_s, report.idle_s
-        )
         busy_s = self.record.instance_busy_s + sum(port.busy_s for port in self.instances.values())
         self.steps.add(report, groups, self.record.seconds, busy_s)
         self.watching.disk()
@@ -394,7 +431,7 @@ class LocalRun:
         self.failed("evaluation", "missing", f"the evaluation of version {version} is missing: {why}")
 
     def failed(self, what: str, why: str, line: str) -> None:
-        count(self.record.failures, what, why)
+        self.kept.counted("failures", what, why)
         self.incidents.note(line)
 
     async def _close(self) -> None:

@@ -153,6 +153,13 @@ class LocalParameterServer:
             self._reader = Reader(self._store, self._lease_s, self._between)
         return self._reader.pull(into, at_least, verify).version
 
+    def whole(self) -> bool:
+        """Whether every tensor of the newest version has the checksum that it was pushed with."""
+        self._store.check()
+        if self._reader is None:
+            self._reader = Reader(self._store, self._lease_s, self._between)
+        return self._reader.whole()
+
     @property
     def last_pull(self) -> PullResult | None:
         """The last pull of this object: bytes copied and skipped, attempts and checksum."""
@@ -199,18 +206,15 @@ def standby_of(store: str) -> str:
 
 
 @contextmanager
-def claim(*names: str, registry: Path | str | None = None, keep: bool = False) -> Generator[None]:
-    """Meanwhile the stores of these names are not leftovers, even if no process is attached. What dead runs left is
-    reclaimed before and after; with ``keep``, not what was left under these names."""
+def claim(*names: str, registry: Path | str | None = None) -> Generator[None]:
+    """Meanwhile the stores of these names are not leftovers, even if no process is attached. What dead runs left under
+    other names is reclaimed now, and everything in the end."""
     folder = StoreRegistry(registry)
-    if not keep:
-        reclaim(registry)
-    with ExitStack() as claims:
-        claims.callback(reclaim, registry)
+    with ExitStack() as held:
+        held.callback(reclaim, registry)
         for name in names:
-            claims.callback(folder.disclaim, name, folder.claim(name))
-        if keep:
-            reclaim(registry)
+            held.callback(folder.disclaim, name, folder.claim(name))
+        reclaim(registry)
         yield
 
 
