@@ -21,7 +21,7 @@ import staleflow.config
 from staleflow.runtime.local import child
 from staleflow.runtime.local.link import SocketLink, pack
 from staleflow.training import build, standby
-from staleflow.types import FromProcess, Setup
+from staleflow.types import FromProcess, Setup, ToProcess
 from staleflow.workers import trainer as worker
 from staleflow.workers.link import Gone
 from tests.forked import START_S, context
@@ -37,7 +37,7 @@ def store_of(run: Path, attempt: int = 1) -> str:
 def main(end: socket.socket, log: Path) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     torch.set_num_threads(1)
-    child.main(end.detach())
+    child.serve(SocketLink(end, ToProcess))
 
 
 class TrainerProcess:
