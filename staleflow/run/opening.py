@@ -34,8 +34,8 @@ from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.tasks.opening import TaskSet
 
 LAZY_S = 0.25
-"""How long events may gather. Only the trainer waits for the journal: instances and reward workers end with this
-process, so whatever they have heard that was not durable is forgotten on both sides."""
+"""How long events may gather. Only the trainer waits for the journal: what others have heard and the journal has not
+is dropped when the next control plane asks what they hold."""
 KEPT_BYTES = 4 << 30
 """Payload of committed steps that the journal may keep. Beyond it a checkpoint is due; at twice that, the steps are
 dropped, and a crash before the next checkpoint costs them."""
@@ -50,19 +50,32 @@ class Opened:
     attempt: int
     standby: bool = False
     """Whether the trainer continues from shared memory."""
+    in_place: bool = False
+    """Whether its processes are alive."""
     how: str = ""
-    """What the run continues from and what is made again, for people; empty if it is new."""
+    """What the run continues from and what is made again, for people; empty if it is new or continued in place."""
+
+    @property
+    def resumed(self) -> bool:
+        """Whether there was anything before: then the control plane recovers before it runs."""
+        return self.in_place or bool(self.how)
 
 
-def open_state(config: Config, directory: RunDirectory, task: TaskSet, checkpoint: Path | None = None) -> Opened:
-    """``RunError`` if there was an attempt before and it left nothing to continue from."""
+def open_state(
+    config: Config, directory: RunDirectory, task: TaskSet, checkpoint: Path | None = None, in_place: bool = False
+) -> Opened:
+    """``RunError`` if there was an attempt before and it left nothing to continue from. ``in_place``: the processes of
+    the run are alive."""
     numbers = directory.journals
     if not numbers and checkpoint is None:
         return _opened(config, directory, task, 1)
     why = "there is no journal"
     if numbers:
         try:
-            return _continued(config, directory, task, numbers[-1], checkpoint)
+            opened = _opened(config, directory, task, numbers[-1])
+            return (
+                replace(opened, in_place=True, standby=True) if in_place else _continued(opened, directory, checkpoint)
+            )
         except DamagedError as error:
             why = str(error)
     if checkpoint is None:
@@ -70,9 +83,8 @@ def open_state(config: Config, directory: RunDirectory, task: TaskSet, checkpoin
     return _rewound(config, directory, task, checkpoint, why)
 
 
-def _continued(config: Config, directory: RunDirectory, task: TaskSet, number: int, checkpoint: Path | None) -> Opened:
+def _continued(opened: Opened, directory: RunDirectory, checkpoint: Path | None) -> Opened:
     """From the journal. ``DamagedError`` if no trainer can be brought to where it ends."""
-    opened = _opened(config, directory, task, number)
     ledger, path = opened.server.ledger, opened.journal.path
     version, left = ledger.version, left_behind(directory)
     saved = version_in((checkpoint / STATE).read_bytes()) if checkpoint is not None else 0
