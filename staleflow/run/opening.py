@@ -73,9 +73,9 @@ def open_state(
     if numbers:
         try:
             opened = _opened(config, directory, task, numbers[-1])
-            return (
-                replace(opened, in_place=True, standby=True) if in_place else _continued(opened, directory, checkpoint)
-            )
+            if in_place:
+                return replace(opened, in_place=True, standby=True)
+            return _continued(opened, directory, checkpoint)
         except DamagedError as error:
             why = str(error)
     if checkpoint is None:
