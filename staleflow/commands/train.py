@@ -128,12 +128,12 @@ def train(
         print(f"staleflow: {directory.summary} cannot be written ({error.strerror})", file=sys.stderr)
     if not quiet:
         with suppress(OSError):  # the terminal is gone
-            print(told(summary, directory), flush=True)
+            print(summary_text(summary, directory), flush=True)
     return summary
 
 
 async def try_reward(config: Config) -> None:
-    """Ask for one reward before anything heavy is loaded. One that is not a number would not be one in any step.
+    """Ask for one reward before anything heavy is loaded, and refuse a function that does not return a number.
 
     An exception is let pass: it may be about the empty response, and real ones are retried and reported.
     """
@@ -164,7 +164,7 @@ def _warming(step: int, loss: float, out: TextIO) -> None:
         print(f"  step {step:4}, loss {loss:.3f}", file=out, flush=True)
 
 
-def told(summary: dict[str, Any], directory: RunDirectory) -> str:
+def summary_text(summary: dict[str, Any], directory: RunDirectory) -> str:
     """The result in a few lines for people."""
     first, last = summary["accuracy_initial"], summary["accuracy_final"]
     lines = [

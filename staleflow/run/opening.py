@@ -34,8 +34,8 @@ from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.tasks.opening import TaskSet
 
 LAZY_S = 0.25
-"""How long events may gather. Only the trainer waits for the journal: instances and reward workers end with this
-process, so whatever they have heard that was not durable is forgotten on both sides."""
+"""How long events may gather. Only the trainer waits for the journal: what others have heard and the journal has not
+is dropped when the next control plane asks what they hold."""
 KEPT_BYTES = 4 << 30
 """Payload of committed steps that the journal may keep. Beyond it a checkpoint is due; at twice that, the steps are
 dropped, and a crash before the next checkpoint costs them."""

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.servers.database import JournalError
+from staleflow.servers.payload_files import FileRange, PayloadFiles
+from staleflow.types import Chunk
 from tests.servers.random_server import image
 from tests.servers.test_durable import Pictured, random_journal, reopened
 
@@ -78,6 +80,15 @@ def test_a_place_of_payload_that_cannot_be_is_one_line_and_not_an_error_of_the_f
         db.execute(f"UPDATE payload SET {change}")
     with pytest.raises(JournalError, match=r"^[^\n]*damaged[^\n]*$"):
         reopened(folder / written.path.name)
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, -5), (-5, 5), (0, 2**62), (2**62, 5), (1, 0)])
+def test_a_range_outside_of_its_file_is_damage_and_not_a_traceback(tmp_path: Path, offset: int, size: int) -> None:
+    files = PayloadFiles(tmp_path, ())
+    place = files.write([("p0/0", Chunk.of(0, [1, 2], [-0.1, -0.2]))])
+    assert files.read(place) is not None
+    assert files.read(FileRange(place.file, offset, size, place.crc)) is None
+    files.close()
 
 
 @pytest.mark.slow

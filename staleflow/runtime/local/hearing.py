@@ -67,14 +67,12 @@ class Hearing:
         run = self._run
         match message:
             case Ready(version=version):
-                run.trainer.version = version
+                run.trainer.made(version)
                 child.ready.set()
-                run.pushed.set()
                 if run.started:
                     self._trainer_back(version)
             case Pushed(version=version):
-                run.trainer.version = version
-                run.pushed.set()
+                run.trainer.made(version)
                 self._trainer_did("feed", "finish")
                 if run.started:  # before that, the control plane finds it out when it recovers
                     run.control.on_pushed(version)

@@ -56,17 +56,24 @@ class RemoteTrainer:
         self,
         crew: Crew,
         server: TrajectoryServer,
-        version: int,
+        version: int = 0,
         asked: Callable[[str, str, float], None] = lambda _kind, _what, _size: None,
     ) -> None:
         """``asked`` is told what the trainer is to do: the kind, what for people, and how much."""
         self.version = version
         """The newest that is safe in the parameter server."""
+        self.news = asyncio.Event()
+        """Set when a trainer says where it is."""
         self._crew = crew
         self._server = server
         self._asked = asked
         self._child: Child | None = None
         self._sent = 0
+
+    def made(self, version: int) -> None:
+        """It is safe, whoever says so and however late."""
+        self.version = max(self.version, version)
+        self.news.set()
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:
         rows = [self._server.rows([group]) for group in groups]

@@ -58,7 +58,7 @@ from staleflow.servers.database import JournalError
 from staleflow.servers.filters import FILTERS
 from staleflow.servers.lifecycle import Group
 from staleflow.servers.made import rows_of
-from staleflow.servers.weights import claim, reclaim, standby_of
+from staleflow.servers.weights import claim, standby_of
 from staleflow.tasks.opening import TaskSet, decoder_of
 from staleflow.types import Evaluate, Trained
 
@@ -129,9 +129,7 @@ class LocalRun:
         self.loop = asyncio.get_running_loop()
         opened = self._opened()
         store = self.directory.store
-        if not opened.standby:
-            reclaim()
-        with claim(store, standby_of(store)):
+        with claim(store, standby_of(store), keep=opened.standby):
             self._open(opened)
             for each in SIGNALS:
                 self.loop.add_signal_handler(each, self._signalled, each)
@@ -231,13 +229,11 @@ class LocalRun:
         self._before_s = self.record.seconds
         if (row := self.steps.rewind(self.server.ledger.version)) is not None and opened.standby:
             self.kept.recall(row)
-        self.pushed = asyncio.Event()
-        """The trainer has made a version, or said which it is at."""
         self.crew = self._crew(opened.standby)
         self.server.on_committed = self._committed
         self.outbox = Outbox(self.journal)
         self.journal.on_durable = self.outbox.waker(self.loop)
-        self.trainer = RemoteTrainer(self.crew, self.server, self.server.ledger.version, self.hearing.trainer_asked)
+        self.trainer = RemoteTrainer(self.crew, self.server, asked=self.hearing.trainer_asked)
         self.saving = Saving(
             self.directory,
             config.checkpoints,
@@ -369,9 +365,9 @@ class LocalRun:
                 raise Interrupted(f"stopped by {self.stopped_by} while steps were made again: nothing is lost")
             if (made := self.server.made.get(step)) is None:
                 raise RunError(f"the trainer is at version {step}, and the journal does not have this step: resume")
-            self.pushed.clear()
+            self.trainer.news.clear()
             self.trainer.make_again(step, rows_of(made, self.journal))
-            await self.crew.within(self.pushed.wait(), f"step {step}, made again")
+            await self.crew.within(self.trainer.news.wait(), f"step {step}, made again")
 
     def _signalled(self, number: signal.Signals) -> None:
         """The second Ctrl-C is Python's own; the other signals may come again."""

@@ -206,15 +206,18 @@ def standby_of(store: str) -> str:
 
 
 @contextmanager
-def claim(*names: str, registry: Path | str | None = None) -> Generator[None]:
-    """Meanwhile the stores of these names are not leftovers, even if no process is attached. What dead runs left under
-    other names is reclaimed now, and everything in the end."""
+def claim(*names: str, registry: Path | str | None = None, keep: bool = False) -> Generator[None]:
+    """Meanwhile the stores of these names are not leftovers, even if no process is attached. What dead runs left is
+    reclaimed before and after; with ``keep``, not what was left under these names."""
     folder = StoreRegistry(registry)
-    with ExitStack() as held:
-        held.callback(reclaim, registry)
-        for name in names:
-            held.callback(folder.disclaim, name, folder.claim(name))
+    if not keep:
         reclaim(registry)
+    with ExitStack() as claims:
+        claims.callback(reclaim, registry)
+        for name in names:
+            claims.callback(folder.disclaim, name, folder.claim(name))
+        if keep:
+            reclaim(registry)
         yield
 
 

@@ -1,4 +1,4 @@
-"""The control plane is killed, and another takes over in place: processes stay, nothing is lost, no step is made again."""
+"""The control plane is killed, and another takes over in place: processes stay, nothing is lost or made again."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def words(model: Path, runs: Path, *changes: str) -> list[str]:
 def test_at_bound_0_a_run_whose_control_plane_is_killed_again_and_again_equals_the_synchronous_loop(
     model: Path, tmp_path: Path
 ) -> None:
-    """Right after a commit, which is not durable yet; again before the next one has taken over; and with an instance."""
+    """Right after a commit that is not durable yet; again before the next one has taken over; and with an instance."""
     runs = tmp_path / "runs"
     run = Training(runs, *words(model, runs, "steps=8"))
     run.until(lambda: run.steps >= 2)
