@@ -81,6 +81,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where results are kept, and continued from")
     parser.add_argument("--output", type=Path, help="write the table to this file")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # with the run that is under way
     kinds = options.kinds.split(",")
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"unknown kind {unknown.pop()!r}: give some of {', '.join(KINDS)}")
@@ -143,8 +144,9 @@ def _about() -> dict[str, Any]:
 
 def chaos(options: argparse.Namespace, kinds: Sequence[str], folder: Path, results: Results) -> None:
     model = folder / "model"
+    why = enter_namespace() or mount_small(SHARED, SHM_MIB)  # before PyTorch starts threads
     _save_model(model)
-    if why := enter_namespace() or mount_small(SHARED, SHM_MIB):
+    if why:
         print(f"left out: disk, shm and shared memory that is left: {why}")
         kinds = [each for each in kinds if each not in FULL]
     seed = options.seed

@@ -23,6 +23,9 @@ class RemoteInstance:
         self.name = child.name
         self.tokens, self.busy_s = 0, 0.0
         """Generated, and seconds of steps."""
+        self.since = _now()
+        self.joined = False
+        """Whether it may get work."""
         self._child = child
         self._heard = Heard(_now(), incarnation, Fence(0, incarnation, 0), InstanceState(version=-1))
 

@@ -179,8 +179,6 @@ class LocalRun:
         return task
 
     def summary(self) -> dict[str, Any]:
-        if self._pool.replaced:
-            self.record.restarts["reward"] = dict(self._pool.replaced)
         return self.record.summary(self.server.ledger.counts()) | self._for_the_simulator()
 
     def _for_the_simulator(self) -> dict[str, Any]:
@@ -233,6 +231,7 @@ class LocalRun:
             stderr=self._log,
             decoder=decoder_of(config.data, self._model),
             on_away=self._reward_away,
+            on_lost=self._reward_worker_lost,
         )
         self.control = self._control()
 
@@ -278,12 +277,17 @@ class LocalRun:
                 self.costs.hear(message.costs)
                 self.watchdog.done(child.name, "report", self._loop.time())
                 self.watchdog.asked(child.name, "report", "its next report", self._loop.time())
-                if not child.ready.is_set():
-                    child.ready.set()
-                    if self.training:
-                        self.control.join(port)
-                elif self.training:
+                child.ready.set()
+                if not self.training:
+                    return
+                if port.joined:
                     self.control.on_report(message)
+                elif self.crew.restarts.trusted(child.name, self._loop.time() - port.since):
+                    self._join(port)
+
+    def _join(self, port: RemoteInstance) -> None:
+        port.joined = True
+        self.control.join(port)
 
     def _instance_ended(self, child: Child) -> None:
         if (port := self.instances.get(child.name)) is not None:
@@ -374,6 +378,11 @@ class LocalRun:
         count(self.record.failures, "reward", "service away")
         left = self.config.reward.patience_s - self._pool.away_s
         self.incidents.rarely("away", f"{why}; asked again for {left:.0f} s", self._loop.time())
+
+    def _reward_worker_lost(self, why: str) -> None:
+        """One that was killed for its silence, or died by itself; another is started for the next response."""
+        count(self.record.restarts, "reward", why.partition(" (")[0] if "nonsense" in why else why)
+        self.incidents.rarely("reward worker", f"a reward worker was lost: {why}; started again", self._loop.time())
 
     # What goes wrong
 
@@ -484,7 +493,7 @@ class LocalRun:
         self._began, self._cpu_began = time.monotonic(), time.process_time()
         for name, port in self.instances.items():
             if self.crew.children[name].ready.is_set():
-                self.control.join(port)
+                self._join(port)
         if self._checkpoint is not None:
             self.control.recover()
         self._trainer.reset()  # its clock begins now
