@@ -3,6 +3,7 @@
     python bench/chaos.py                                  # 500 faults, recovery, durability, short steps: hours
     python bench/chaos.py --faults 30 --kinds kill,hang    # some
     python bench/chaos.py --seed 17 --cases 1              # one run again, as a failing case says
+    python bench/chaos.py --plan 'kill i0 + service gone, tree'    # two volleys, chosen
     python bench/chaos.py --recovery 20                    # throughput after the death of one of four instances
     python bench/chaos.py --durability 5                   # what the journal and the standby state cost
     python bench/chaos.py --short-steps 20                 # runs of 400 steps of 2 x 2 responses, cores kept busy
@@ -51,7 +52,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.chaos_case import FULL, KINDS, ROLES, Case  # noqa: E402
+from bench.chaos_case import FULL, KINDS, ROLES, Case, plan_of  # noqa: E402
 from bench.chaos_lab import SHARED, TRAIN, HangError, Victim, enter_namespace, mount_small  # noqa: E402
 
 FAULTS, RECOVERIES, REPEATS, SHORT = 500, 20, 5, 20
@@ -75,6 +76,7 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=10, help="faults of one run at most (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of faults, by commas (all)")
+    parser.add_argument("--plan", type=plan_of, default=(), help="one run with these: 'kill i0 + service gone, tree'")
     parser.add_argument("--recovery", type=int, help=f"deaths of one of four instances, laptop preset ({RECOVERIES})")
     parser.add_argument("--durability", type=int, help=f"runs of the laptop preset with and without it ({REPEATS})")
     parser.add_argument("--short-steps", type=int, help=f"runs of 400 short steps on busy cores ({SHORT})")
@@ -159,7 +161,7 @@ def chaos(options: argparse.Namespace, kinds: Sequence[str], folder: Path, resul
         if not why:
             mount_small(place, DISK_MIB)
         most = options.each if options.cases else min(options.each, options.faults - _faults(results))
-        case = Case(seed, kinds, place, model, alone=not why).execute(most)
+        case = Case(seed, kinds, place, model, alone=not why, plan=options.plan).execute(most)
         case["reproduce"] = f"python bench/chaos.py --seed {seed} --cases 1 --kinds {','.join(kinds)}"
         results.add("cases", case)
         _tell(case)
@@ -300,11 +302,17 @@ def _cases(cases: list[dict[str, Any]]) -> str:
         f"| groups trained twice | {total['twice']} |",
         f"| tokens older than the bound | {sum(case.get('violations', 0) for case in cases)} |",
         f"| anything else wrong: hangs, ends without cause, left behind | {total['wrong']} |",
+        f"| tokens lost by dead instances, for each death | {_lost(cases)} |",
         f"| resumes | {sum(case['attempts'] - 1 for case in cases)} |",
         f"| steps made again by them, and their tokens | {sum(case.get('steps_again', 0) for case in cases)}, "
         f"{sum(case.get('tokens_again', 0) for case in cases):,} |",
     ]
     return "\n".join(rows)
+
+
+def _lost(cases: list[dict[str, Any]]) -> str:
+    deaths = sum(sum(case["restarts"].get("instance", {}).values()) for case in cases)
+    return f"{sum(case.get('tokens_lost', 0) for case in cases) / max(1, deaths):.0f} ({deaths} deaths)"
 
 
 def _role(fault: dict[str, Any]) -> str:

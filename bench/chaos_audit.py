@@ -87,8 +87,11 @@ def _steps(found: Findings, run: RunDirectory, config: Config, rows: list[dict[s
     trained: Counter[int] = Counter()
     for row in rows:
         trained.update(row["prompts"])
-        if len(row["prompts"]) != config.groups or len(row["lengths"]) != config.groups * config.group_size:
-            found.wrong.append(f"step {row['step']} has {len(row['prompts'])} groups, {len(row['lengths'])} responses")
+        told = row["groups"], len(row["prompts"]), len(row["lengths"])  # by the trainer, and by the control plane
+        if told != (config.groups, config.groups, config.groups * config.group_size):
+            found.wrong.append(
+                f"step {row['step']} was made of {told[0]} groups, had {told[1]} and {told[2]} responses"
+            )
         found.violations += sum(n for age, n in row["token_staleness"].items() if int(age) > config.staleness)
     found.twice = sorted(prompt for prompt, times in trained.items() if times > 1)
     return trained

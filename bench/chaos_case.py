@@ -36,6 +36,19 @@ RECOVERED_S = 300.0
 END_S = 120.0
 
 
+Plan = Sequence[Sequence[tuple[str, str]]]
+"""Volleys of faults: kind and name of each."""
+
+
+def plan_of(text: str) -> Plan:
+    """``kill i0 + service gone, tree``: two volleys."""
+    volleys = [[each.split() for each in volley.split("+")] for volley in text.split(",")]
+    for kind, *_ in (words for volley in volleys for words in volley):
+        if kind not in KINDS:
+            raise ValueError(f"there is no fault {kind!r}: give some of {', '.join(KINDS)}")
+    return [[(words[0], words[-1]) for words in volley] for volley in volleys]
+
+
 @dataclass
 class Fault:
     kind: str
@@ -53,14 +66,18 @@ class Fault:
 class Case:
     """One run and its faults."""
 
-    def __init__(self, seed: int, kinds: Sequence[str], folder: Path, model: Path, alone: bool) -> None:
-        """``alone``: nobody else uses the shared memory that can be seen here."""
+    def __init__(
+        self, seed: int, kinds: Sequence[str], folder: Path, model: Path, alone: bool, plan: Plan = ()
+    ) -> None:
+        """``alone``: nobody else uses the shared memory that can be seen here. ``plan``: instead of what is drawn."""
         self.seed = seed
         self.faults: list[Fault] = []
         self.wrong: list[str] = []
         self._draw = random.Random(f"chaos {seed}")
         self._kinds = kinds
         self._alone = alone
+        self._plan = list(plan)
+        self._planned = bool(plan)
         self._service = Service()
         self._deaths: Counter[str] = Counter()
         self._passing: list[threading.Thread] = []
@@ -69,7 +86,7 @@ class Case:
 
     def _settings(self, model: Path) -> list[str]:
         draw = self._draw
-        http = "service" in self._kinds and draw.random() < 0.5
+        http = "service" in self._kinds and (draw.random() < 0.5 or self._planned)
         self._kinds = [each for each in self._kinds if http or each != "service"]
         return [
             f"model={model}",
@@ -98,7 +115,7 @@ class Case:
         try:
             victim.start()
             victim.wait(lambda: victim.version >= 2, "the first steps")
-            while len(self.faults) < faults and (volley := self._volley(faults - len(self.faults))):
+            while len(self.faults) < faults and (volley := self._next(faults - len(self.faults))):
                 time.sleep(self._draw.choice((0.0, 0.2, 1.0)) * self._draw.random())
                 self._fire(volley)
                 self._recovered()
@@ -117,11 +134,19 @@ class Case:
             "faults": [asdict(each) for each in self.faults],
             "restarts": victim.summary.get("restarts", {}),
             "attempts": len(victim.codes),
+            "tokens_lost": victim.summary.get("tokens_lost", 0),
             "wrong": self.wrong,
+            "said": [line for _, line in victim.said if not line.startswith("step ")][-60:] if self.wrong else [],
             **found,
         }
 
     # Faults
+
+    def _next(self, most: int) -> list[Fault]:
+        if not self._planned:
+            return self._volley(most)
+        version = self.victim.version
+        return [Fault(kind, name, version, seconds=3.0) for kind, name in self._plan.pop(0)] if self._plan else []
 
     def _volley(self, most: int) -> list[Fault]:
         """Faults for the same moment: of several processes, or one that ends the run."""
@@ -261,10 +286,12 @@ class Case:
 
 def _words_for(fault: Fault) -> str:
     """What the run says when it has noticed."""
-    name = "a reward worker" if fault.name == "reward" else fault.name
+    if fault.kind in ROLES and fault.name == "reward":
+        return "note: a reward worker was lost"
+    name = fault.name
     return {
         "kill": rf"note: {name} (died|stood still)",
-        "hang": rf"note: {name} (has not moved|stood still|took)",
+        "hang": rf"note: {name} (has not moved|stood still)",
         "slow": rf"note: {name} has not moved",
         "memory": rf"note: {name} (died|stood still)",
         "disk": r"note: (paused|the checkpoint|.* cannot )",

@@ -292,6 +292,7 @@ class LocalRun:
     def _instance_ended(self, child: Child) -> None:
         if (port := self.instances.get(child.name)) is not None:
             self.record.instance_busy_s += port.busy_s
+            self.record.tokens_lost += port.unseen()
         if self.training:
             self.control.left(child.name)
 
@@ -494,9 +495,9 @@ class LocalRun:
         for name, port in self.instances.items():
             if self.crew.children[name].ready.is_set():
                 self._join(port)
+        self._trainer.reset()  # its clock begins now, and what it is fed from now on counts
         if self._checkpoint is not None:
             self.control.recover()
-        self._trainer.reset()  # its clock begins now
         cpu = {name: child.cpu_s for name, child in self.crew.children.items()}
         try:
             await self.crew.within(self.control.run(self.config.steps), "training")
