@@ -87,10 +87,8 @@ def main() -> int:
     kinds = options.kinds.split(",")
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"unknown kind {unknown.pop()!r}: give some of {', '.join(KINDS)}")
-    everything = all(
-        getattr(options, each) is None for each in ("faults", "cases", "recovery", "durability", "short_steps")
-    )
-    if everything:
+    options.cases = options.cases or (1 if options.plan else None)
+    if not any((options.faults, options.cases, options.recovery, options.durability, options.short_steps)):
         options.faults, options.recovery, options.durability, options.short_steps = FAULTS, RECOVERIES, REPEATS, SHORT
     results = Results(options.json)
     with tempfile.TemporaryDirectory(prefix="staleflow-chaos-") as scratch:
@@ -162,7 +160,7 @@ def chaos(options: argparse.Namespace, kinds: Sequence[str], folder: Path, resul
             mount_small(place, DISK_MIB)
         most = options.each if options.cases else min(options.each, options.faults - _faults(results))
         case = Case(seed, kinds, place, model, alone=not why, plan=options.plan).execute(most)
-        case["reproduce"] = f"python bench/chaos.py --seed {seed} --cases 1 --kinds {','.join(kinds)}"
+        case["reproduce"] = f"python bench/chaos.py --seed {seed} --cases 1 --each {most} --kinds {','.join(kinds)}"
         results.add("cases", case)
         _tell(case)
         seed += 1
