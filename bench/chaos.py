@@ -53,7 +53,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.chaos_case import FULL, KINDS, ROLES, Case, plan_of  # noqa: E402
-from bench.chaos_lab import SHARED, TRAIN, HangError, Victim, enter_namespace, mount_small  # noqa: E402
+from bench.chaos_lab import SHARED, TRAIN, HangError, Victim, enter_namespace, mount_small, unmount  # noqa: E402
 
 FAULTS, RECOVERIES, REPEATS, SHORT = 500, 20, 5, 20
 DISK_MIB, SHM_MIB = 96, 64
@@ -163,6 +163,8 @@ def chaos(options: argparse.Namespace, kinds: Sequence[str], folder: Path, resul
         case["reproduce"] = f"python bench/chaos.py --seed {seed} --cases 1 --each {most} --kinds {','.join(kinds)}"
         results.add("cases", case)
         _tell(case)
+        if not why:
+            unmount(place)
         seed += 1
 
 

@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAIN = "import sys; from staleflow.cli import main; sys.exit(main())"
 STEP = re.compile(r"step (\d+)/")
 SHARED = Path("/dev/shm")
-NEW_USER, NEW_MOUNTS, PRIVATE = 0x10000000, 0x00020000, 1 << 18 | 1 << 14
+NEW_USER, NEW_MOUNTS, PRIVATE, DETACH = 0x10000000, 0x00020000, 1 << 18 | 1 << 14, 2
+"""Flags of Linux: unshare, mount, umount2."""
 
 
 class Said(NamedTuple):
@@ -299,6 +300,10 @@ def mount_small(folder: Path, mib: int) -> str:
     if libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, f"size={mib}m,mode=1777".encode()):
         return f"{folder} cannot be mounted ({os.strerror(ctypes.get_errno())})"
     return ""
+
+
+def unmount(folder: Path) -> None:
+    ctypes.CDLL(None).umount2(str(folder).encode(), DETACH)
 
 
 class Ballast:
