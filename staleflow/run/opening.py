@@ -50,32 +50,22 @@ class Opened:
     attempt: int
     standby: bool = False
     """Whether the trainer continues from shared memory."""
-    in_place: bool = False
-    """Whether its processes are alive."""
     how: str = ""
-    """What the run continues from and what is made again, for people; empty if it is new or continued in place."""
-
-    @property
-    def resumed(self) -> bool:
-        """Whether there was anything before: then the control plane recovers before it runs."""
-        return self.in_place or bool(self.how)
+    """What the run continues from and what is made again, for people; empty if it is new."""
 
 
 def open_state(
-    config: Config, directory: RunDirectory, task: TaskSet, checkpoint: Path | None = None, in_place: bool = False
+    config: Config, directory: RunDirectory, task: TaskSet, checkpoint: Path | None = None, trainer_lives: bool = False
 ) -> Opened:
-    """``RunError`` if there was an attempt before and it left nothing to continue from. ``in_place``: the processes of
-    the run are alive."""
+    """``RunError`` if there was an attempt before and it left nothing to continue from. ``trainer_lives``: that of the
+    attempt before, at the version where the journal ends or at the next."""
     numbers = directory.journals
     if not numbers and checkpoint is None:
         return _opened(config, directory, task, 1)
     why = "there is no journal"
     if numbers:
         try:
-            opened = _opened(config, directory, task, numbers[-1])
-            if in_place:
-                return replace(opened, in_place=True, standby=True)
-            return _continued(opened, directory, checkpoint)
+            return _continued(config, directory, task, numbers[-1], checkpoint, trainer_lives)
         except DamagedError as error:
             why = str(error)
     if checkpoint is None:
@@ -83,9 +73,15 @@ def open_state(
     return _rewound(config, directory, task, checkpoint, why)
 
 
-def _continued(opened: Opened, directory: RunDirectory, checkpoint: Path | None) -> Opened:
+def _continued(
+    config: Config, directory: RunDirectory, task: TaskSet, number: int, checkpoint: Path | None, trainer_lives: bool
+) -> Opened:
     """From the journal. ``DamagedError`` if no trainer can be brought to where it ends."""
+    opened = _opened(config, directory, task, number)
     ledger, path = opened.server.ledger, opened.journal.path
+    if trainer_lives:
+        how = f"continues at version {ledger.version}, from the journal, with its trainer: no step is made again"
+        return replace(opened, standby=True, how=how)
     version, left = ledger.version, left_behind(directory)
     saved = version_in((checkpoint / STATE).read_bytes()) if checkpoint is not None else 0
     base = f"checkpoint {checkpoint.name}" if checkpoint is not None else "the base model"

@@ -12,7 +12,7 @@ from pathlib import Path
 from staleflow.run.directory import RunDirectory
 from staleflow.servers.weights import LocalParameterServer, WeightsError, standby_of
 from staleflow.servers.weights.segments import StoreRegistry
-from staleflow.training.standby import note_of
+from staleflow.training.fed import note_of
 
 WAIT_S = 10.0
 """For processes of the dead attempt that have not noticed yet."""

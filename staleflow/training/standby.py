@@ -31,6 +31,7 @@ from torch import Tensor
 
 from staleflow.servers.weights import LocalParameterServer, WeightsError
 from staleflow.training.checkpoints import optimiser_state, restore_optimiser, trained_parameters
+from staleflow.training.fed import note_of
 from staleflow.training.trainer import Trainer
 
 MOST_BEHIND = 8
@@ -130,10 +131,6 @@ class Standby:
         """Leave it to the one that takes this trainer's place."""
         self._pool.shutdown()
         self._server.detach()
-
-
-def note_of(folder: Path, step: int) -> Path:
-    return folder / f"fed-{step:012d}.msgpack"
 
 
 def state(trainer: Trainer) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from staleflow.run.journalled import JournalledRecord
 from staleflow.run.opening import KEPT_BYTES, Opened, open_state
 from staleflow.run.origin import ORIGIN, origin_of, write_origin
 from staleflow.run.parts import sizes
+from staleflow.run.processes import end, processes
 from staleflow.run.record import Record
 from staleflow.run.state import STATE, pack_state
 from staleflow.run.step_log import StepLog
@@ -49,7 +50,6 @@ from staleflow.runtime.local.rescuing import Rescue
 from staleflow.runtime.local.saving import Saving
 from staleflow.runtime.local.stillness import STALL_S
 from staleflow.runtime.local.supervisor import Supervisor
-from staleflow.runtime.local.taking_over import end, take_over
 from staleflow.runtime.local.watching import Watching
 from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.runtime.watchdog import Watchdog
@@ -127,13 +127,7 @@ class LocalRun:
     async def execute(self) -> dict[str, Any]:
         """The whole run. Returns its summary."""
         self.loop = asyncio.get_running_loop()
-        left = take_over(self.directory, self.config)
-        opened = open_state(self.config, self.directory, self.task, self._checkpoint, bool(left))
-        self.in_place = opened.in_place
-        if not self.in_place:
-            end(left)  # the state that they go with is gone
-        if opened.how:
-            self.incidents.note(opened.how)
+        opened = self._opened()
         store = self.directory.store
         with claim(store, standby_of(store), keep=opened.standby):
             self._open(opened)
@@ -165,7 +159,6 @@ class LocalRun:
 
     async def _run(self) -> None:
         if self.in_place:
-            self._say_so()
             self.crew.optional.add("evaluator")
         limit_s = None if self.in_place else START_S  # a trainer at work comes when it has finished
         await self.crew.within(self._start(), "start of all processes", limit_s)
@@ -177,14 +170,6 @@ class LocalRun:
         await self._train()
         await self.rescue.save_last()
         await self._evaluate()
-
-    def _say_so(self) -> None:
-        """The death of the control plane before this one is an incident of the run like any other."""
-        how = self._supervisor.died if self._supervisor is not None and self._supervisor.died else "not known how"
-        self.kept.counted("restarts", "control", how)
-        there = ", ".join(sorted(self.crew.orphans))
-        version = self.server.ledger.version
-        self.incidents.note(f"the control plane died: {how}; it continues at step {version} with {there}")
 
     def _beside(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Something that runs as long as the run does; if it cannot, that is a mistake of ours, and ends it."""
@@ -217,14 +202,31 @@ class LocalRun:
 
     # Setting up
 
+    def _opened(self) -> Opened:
+        """Where the run is. Processes of an attempt before this one stay if it continues with what they hold."""
+        left = list(processes(self.directory.path))
+        lives = any(each.name == "trainer" for each in left)
+        opened = open_state(self.config, self.directory, self.task, self._checkpoint, lives)
+        self.in_place = bool(left) and opened.standby
+        if not self.in_place:
+            end(left)
+        deaths = self._supervisor.deaths if self._supervisor is not None else ()
+        for how in deaths or (["not known how"] if left else []):
+            opened.kept.counted("restarts", "control", how)
+            self.incidents.note(f"the control plane died: {how}")
+        if opened.how:
+            opened.journal.commit()
+            self.incidents.note(opened.how)
+        else:
+            write_origin(self.directory, self._origin)
+        return opened
+
     def _open(self, opened: Opened) -> None:
         config = self.config
         self.server, self.payloads, self.journal = opened.server, opened.payloads, opened.journal
-        self.kept, self._attempt, self._resumed = opened.kept, opened.attempt, opened.resumed
-        self.server.least_epoch = self._attempt << 20
+        self.kept, self._attempt, self._resumed = opened.kept, opened.attempt, bool(opened.how)
+        self.server.least_epoch = self._attempt - 1 << 20
         self._before_s = self.record.seconds
-        if not self._resumed:
-            write_origin(self.directory, self._origin)
         if (row := self.steps.rewind(self.server.ledger.version)) is not None and opened.standby:
             self.kept.recall(row)
         self.crew = self._crew(opened.standby)
@@ -347,6 +349,8 @@ class LocalRun:
 
     def spent(self) -> dict[str, float]:
         """What the record's counters of time would be if the run ended now."""
+        if not self._began:
+            return {}
         record, busy_s = self.record, sum(port.busy_s for port in self.instances.values())
         return {
             "control_s": record.control_s + self._control_s,
