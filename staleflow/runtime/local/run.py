@@ -54,7 +54,7 @@ from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.servers.weights import claim, standby_of
-from staleflow.tasks.opening import TaskSet, decoder_of
+from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
 from staleflow.types import Evaluate, Evaluated, Moved, Pushed, Ready, Report, Saved, Trained
 
 __all__ = ["LocalRun", "RunError"]
@@ -106,6 +106,8 @@ class LocalRun:
         self.interrupted = False
         self.stopped_by = ""
         """The signal."""
+        self.stopped_early = ""
+        """Why an evaluation ended the run."""
         self.incidents = Incidents(tell)
         self.watchdog = Watchdog(lost_s=config.processes.hung_s)
         self._model = model
@@ -181,7 +183,10 @@ class LocalRun:
     def summary(self) -> dict[str, Any]:
         if self._pool.replaced:
             self.record.restarts["reward"] = dict(self._pool.replaced)
-        return self.record.summary(self.server.ledger.counts()) | self._for_the_simulator()
+        best = self.record.best(figure := self.config.evaluation.figure)
+        found = None if best is None else {"step": best[0], "figure": figure, "value": best[1]}
+        ended = {"best": found, "stopped_early": self.stopped_early}
+        return self.record.summary(self.server.ledger.counts()) | ended | self._for_the_simulator()
 
     def _for_the_simulator(self) -> dict[str, Any]:
         """How large the run was and what things took: what ``staleflow.study.measured`` reads."""
@@ -238,7 +243,8 @@ class LocalRun:
 
     def _control(self) -> ControlPlane:
         config = self.config
-        port = PoolPort(self._pool, self.task.prompts.problem, self.payloads.token_bytes)
+        cut = was_cut(self.task, config.rollout.stop_strings)
+        port = PoolPort(self._pool, self.task.prompts.problem, self.payloads.token_bytes, cut)
         settings = Settings(
             config.strategies,
             self._cost,
@@ -346,14 +352,29 @@ class LocalRun:
         if message.failed:
             what = f"{message.failed} held-out responses of version {message.version}"
             self._failed("evaluation", "responses not scored", f"{what} could not be scored, last: {message.why}")
+        if message.trouble:
+            self._failed("checkpoint", "best not written", message.trouble)
         if message.accuracy is None:
             return
-        self.record.evaluated(message.version, message.accuracy)
-        goal = self.config.stop_at
-        if goal is not None and message.accuracy >= goal and self.training:
+        self.record.evaluated(message.version, message.accuracy, message.figures, message.binary)
+        if (why := self._enough(message)) and self.training:
+            self.incidents.note(f"the run ends early: {why}")
+            self.stopped_early = why
             self.control.stop()
 
-    def _on_scored(self, name: str, reward: float) -> None:
+    def _enough(self, message: Evaluated) -> str:
+        """Why the run need not go on, if so."""
+        goal, patience, figure = self.config.stop_at, self.config.evaluation.patience, self.config.evaluation.figure
+        value = message.figures.get(figure)
+        if value is None:
+            self.incidents.note(f"{figure} was not measured: it is for rewards of 0 and 1")
+        elif goal is not None and value >= goal:
+            return f"{figure} of version {message.version} is {value:.4g}, and stop_at={goal:g}"
+        elif patience and self.record.without_better(figure) >= patience:
+            return f"{figure} has not become better in {patience} evaluations (evaluation.patience)"
+        return ""
+
+    def _on_scored(self, name: str, reward: float, _parts: tuple[float, ...]) -> None:
         self._failures = 0
         self._scored += 1
         self.control.on_scored(name, reward)
