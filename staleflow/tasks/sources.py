@@ -73,18 +73,18 @@ def from_function(
 
 
 def read_hub(
-    name: str, prompt: str = "prompt", answer: str | None = "answer", split: str = "train", **arguments: Any
+    path: str, /, prompt: str = "prompt", answer: str | None = "answer", split: str = "train", **arguments: Any
 ) -> list[Problem]:
     """Problems from a data set on the Hugging Face hub, or from its cache on this machine; needs datasets."""
     datasets = require("datasets", "datasets", "data sets of the Hugging Face hub")
     try:
-        rows = datasets.load_dataset(name, split=split, **arguments)
+        rows = datasets.load_dataset(path, split=split, **arguments)
     except Exception as error:  # the library has many kinds
         raise TaskError(
-            f"{name} (split {split}) is not in the cache and cannot be loaded from the Hugging Face hub "
+            f"{path} (split {split}) is not in the cache and cannot be loaded from the Hugging Face hub "
             f"({line_of(error)}): correct the name or data.arguments, or give a file"
         ) from None
-    return _some([_problem(f"{name}, row {number}", row, prompt, answer) for number, row in enumerate(rows)], name)
+    return _some([_problem(f"{path}, row {number}", row, prompt, answer) for number, row in enumerate(rows)], path)
 
 
 def reasoning_gym(name: str, seed: int = 0, size: int = 10_000, **settings: Any) -> list[Problem]:

@@ -36,11 +36,11 @@ def scored(options: Reward, texts: list[str], problem: Problem = PROBLEM, cut: b
         answers: dict[str, Any] = {}
         came = asyncio.Event()
 
-        def answer(name: str, *what: Any) -> None:
-            answers[name] = what if len(what) > 1 else what[0]
+        def answer(name: str, what: Any) -> None:
+            answers[name] = what
             came.set()
 
-        pool = RewardPool(options, answer, answer)
+        pool = RewardPool(options, lambda name, reward, parts: answer(name, (reward, parts)), answer)
         await pool.start()
         for at, text in enumerate(texts):
             pool.submit(str(at), problem, text=text, cut=cut)

@@ -301,8 +301,8 @@ def test_a_listener_that_fails_stops_nobody() -> None:
         async with desk() as pool:
             hear = pool.pool._on_reward
 
-            def fail(name: str, reward: float) -> None:
-                hear(name, reward)
+            def fail(name: str, reward: float, parts: tuple[float, ...]) -> None:
+                hear(name, reward, parts)
                 raise RuntimeError("a mistake of the listener")
 
             pool.pool._on_reward = fail

@@ -72,13 +72,13 @@ def test_what_is_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_data_set_of_the_hub_is_rows_and_one_that_cannot_be_loaded_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def load_dataset(name: str, split: str, **arguments: Any) -> list[dict[str, Any]]:
+    def load_dataset(path: str, split: str, **arguments: Any) -> list[dict[str, Any]]:
         if arguments != {"name": "main"}:
             raise ValueError("Config name is missing.\nPick one.")
-        return [{"question": f"{name} {split}", "answer": "4"}]
+        return [{"question": f"{path} {split}", "answer": "4"}]
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    [problem] = read_hub("openai/gsm8k", "question", name="main")
+    [problem] = read_hub("openai/gsm8k", "question", **{"name": "main"})
     assert (problem.prompt, problem.facts["answer"]) == ("openai/gsm8k train", "4")
     with pytest.raises(TaskError, match=r"cannot be loaded .*Pick one.*correct the name or data\.arguments"):
         read_hub("openai/gsm8k", "question")
