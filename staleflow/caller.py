@@ -7,7 +7,10 @@ The folder belongs to that program alone (mode 0700) and ends with it. It is nam
 process of the command knows it.
 """
 
+import ctypes
 import os
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 from staleflow.files import write_whole
@@ -15,6 +18,16 @@ from staleflow.files import write_whole
 VARIABLE = "STALEFLOW_CALLER"
 RUN, ERROR, REWARDS = "run", "error.json", "rewards"
 """What is in the folder: the run's directory, why the command failed, and the socket of the program's own rewards."""
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_it() -> None:
+    """If the program is killed, this process is asked to end in good order. Linux only."""
+    if os.environ.get(VARIABLE):
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def in_folder(name: str) -> Path | None:

@@ -46,6 +46,9 @@ def refused(error: StaleFlowError) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    caller.end_with_it()
+    options.is_program = arguments is None
+    """Whether this process exists for the command alone."""
     try:
         return options.run(options)
     except OSError as error:  # a full disk, a folder that is not ours

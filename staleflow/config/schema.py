@@ -19,7 +19,7 @@ from staleflow.coordinator.strategies import Strategies
 from staleflow.reward.options import Reward
 from staleflow.rollout.options import Drawing, EngineOptions, Rollout, Sampling
 from staleflow.servers.filters import FILTERS
-from staleflow.settings import Amount, Count, Form, Limits, Positive, Section, Whole
+from staleflow.settings import Amount, Count, Form, Positive, Range, Section, Whole
 from staleflow.tasks.options import ADDER, Data
 from staleflow.training.options import TrainerOptions, Training
 
@@ -35,9 +35,9 @@ class Evaluation(Drawing):
     """0: the most likely response."""
     every: Whole = 5
     """Steps between two evaluations; 0: only at the beginning and at the end."""
-    problems: Annotated[int, Limits(1, 1_000_000)] = 256
+    problems: Annotated[int, Range(1, 1_000_000)] = 256
     """How many held-out problems are evaluated."""
-    samples: Annotated[int, Limits(1, 1024)] = 1
+    samples: Annotated[int, Range(1, 1024)] = 1
     """Responses to each problem. With more than one, ``pass@k`` is reported where rewards are 0 or 1."""
     figure: Annotated[str, Form(r"pass@[1-9]\d*|[^@]+", "give reward, pass@K, or the name of a reward")] = "reward"
     """What ``stop_at``, ``evaluation.patience`` and the best checkpoint go by: ``reward`` (the mean), ``pass@K``, or
@@ -78,7 +78,7 @@ class Checkpoints(Section):
 
 @dataclass(frozen=True, slots=True)
 class Processes(Section):
-    threads: Annotated[int, Limits(1, 1024)] | None = None
+    threads: Annotated[int, Range(1, 1024)] | None = None
     """Threads of each compute process; null: chosen by the number of cores."""
     pin: bool = True
     """Keep each process on cores of its own where there are enough."""

@@ -21,7 +21,7 @@ from staleflow.config.schema import passes
 from staleflow.reward.judge import Judgement
 from staleflow.rollout.engine import Engine, LoadWeights, Request, Sampling, WeightSource
 from staleflow.tasks.task import Problem
-from staleflow.types import Evaluate, Evaluated, Moved, Stop
+from staleflow.types import Evaluate, Evaluated, Moved, Ready, Stop, TakeOver
 from staleflow.workers.best import Best
 from staleflow.workers.link import Gone, Link
 
@@ -159,6 +159,8 @@ def serve(evaluator: Evaluator, link: Link) -> None:
             messages = list(link.receive(None))
             if any(isinstance(message, Stop) for message in messages):
                 return
+            if any(isinstance(message, TakeOver) for message in messages):
+                link.send(Ready(-1))
             asked = [message for message in messages if isinstance(message, Evaluate)]
             if any(message.now for message in asked):
                 for evaluated in evaluator.evaluate():
