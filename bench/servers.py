@@ -8,7 +8,7 @@
 the trainer and committed, with real payload, on one thread and the journal's writer thread. The clock stops when the
 last event is durable. Rounds with the journal on disk and in memory alternate; figures are medians.
 *Memory*: what Python allocated for live trajectories, by tracemalloc. *Kept*: committed steps stay on disk until a
-checkpoint is made; CPU time of a trajectory's whole life with and without. *Recovery*: a new process's work, in this one.
+checkpoint is made; CPU time of a whole life with and without. *Recovery*: a new process's work, in this one.
 *Stores*: why the journal is on SQLite: the same bytes through it and through a bare file. *Weights*: bench/weights.py.
 """
 

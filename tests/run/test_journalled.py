@@ -58,7 +58,8 @@ class Acts(RandomActs):
         super().train()
 
     def evaluate(self) -> None:
-        self.kept.evaluated(self.server.ledger.version, self.random.random())
+        value = self.random.random()
+        self.kept.evaluated(self.server.ledger.version, value, {"reward": value}, self.random.random() < 0.9)
 
     def count(self) -> None:
         table, why = self.random.choice(("restarts", "failures")), self.random.choice(("full", "killed"))
