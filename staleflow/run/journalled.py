@@ -37,9 +37,9 @@ class JournalledRecord:
         self._note("trained", *facts, report.busy_s, report.idle_s, seconds, spent)
 
     def recall(self, row: dict[str, Any]) -> None:
-        """The report of a step that the journal has no more, from its line of ``metrics.jsonl``."""
+        """The report of a step that the journal lost, from its line of ``metrics.jsonl``."""
         if (self.report is None or self.report.step != row["step"]) and "reward" in row:
-            self.report, self._at = report_of(row), row["time"]
+            self.trained(report_of(row), row["time"], {})
 
     def committed(self, step: int, seconds: float) -> Trained | None:
         """Returns the report of the step, if the trainer has sent one."""
