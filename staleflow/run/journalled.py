@@ -37,9 +37,9 @@ class JournalledRecord:
         self._note("trained", *facts, report.busy_s, report.idle_s, seconds, spent)
 
     def recall(self, row: dict[str, Any]) -> None:
-        """The report of a step that the journal has no more, from its line of ``metrics.jsonl``."""
+        """The report of a step that the journal lost, from its line of ``metrics.jsonl``."""
         if (self.report is None or self.report.step != row["step"]) and "reward" in row:
-            self.report, self._at = report_of(row), row["time"]
+            self.trained(report_of(row), row["time"], {})
 
     def committed(self, step: int, seconds: float) -> Trained | None:
         """Returns the report of the step, if the trainer has sent one."""
@@ -50,9 +50,9 @@ class JournalledRecord:
             self.record.trained(report.facts, *ages, report.busy_s, report.idle_s)
         return report
 
-    def evaluated(self, version: int, accuracy: float) -> None:
-        self._note("evaluated", version, accuracy)
-        self.record.evaluated(version, accuracy)
+    def evaluated(self, version: int, accuracy: float, figures: dict[str, float], binary: bool) -> None:
+        self._note("evaluated", version, accuracy, figures, binary)
+        self.record.evaluated(version, accuracy, figures, binary)
 
     def counted(self, table: Literal["restarts", "failures"], what: str, why: str) -> None:
         self._note("counted", table, what, why)
@@ -80,8 +80,8 @@ class JournalledRecord:
                 self.record = replace(self.record, **spent)
             case ("commit", step):
                 self.committed(step, self.record.seconds)
-            case ("evaluated", version, accuracy):
-                self.record.evaluated(version, accuracy)
+            case ("evaluated", version, accuracy, figures, binary):
+                self.record.evaluated(version, accuracy, figures, binary)
             case ("counted", table, what, why):
                 count(getattr(self.record, table), what, why)
             case ("record", body):

@@ -34,7 +34,7 @@ class Desk:
         self.answers: dict[str, float | str] = {}
         self._came = asyncio.Event()
 
-    def _answer(self, name: str, answer: float | str) -> None:
+    def _answer(self, name: str, answer: float | str, _parts: tuple[float, ...] = ()) -> None:
         assert name not in self.answers, "answered twice"
         self.answers[name] = answer
         self._came.set()
@@ -77,7 +77,7 @@ def test_bad_rewards_are_failures_with_a_reason_and_cost_no_other_response_anyth
         assert answers["infinite"] == "the reward is inf: return a finite number"
         assert answers["string"] == "the reward is '1.0', a str: return a number"
         assert "NoneType" in str(answers["none"])
-        assert answers["exception"] == "KeyError: 'no such\\nthing'"
+        assert answers["exception"] == "KeyError: 'no such\\nthing' (functions.py, line 30)"
         assert "exit code 3" in str(answers["crash"])
         assert "keep to JSON values" in str(answers["unsendable"])
 
@@ -302,8 +302,8 @@ def test_a_listener_that_fails_stops_nobody() -> None:
         async with desk() as pool:
             hear = pool.pool._on_reward
 
-            def fail(name: str, reward: float) -> None:
-                hear(name, reward)
+            def fail(name: str, reward: float, parts: tuple[float, ...]) -> None:
+                hear(name, reward, parts)
                 raise RuntimeError("a mistake of the listener")
 
             pool.pool._on_reward = fail

@@ -58,7 +58,8 @@ class Acts(RandomActs):
         super().train()
 
     def evaluate(self) -> None:
-        self.kept.evaluated(self.server.ledger.version, self.random.random())
+        value = self.random.random()
+        self.kept.evaluated(self.server.ledger.version, value, {"reward": value}, self.random.random() < 0.9)
 
     def count(self) -> None:
         table, why = self.random.choice(("restarts", "failures")), self.random.choice(("full", "killed"))
@@ -113,10 +114,14 @@ def test_a_report_can_be_read_back_from_its_line_of_metrics(tmp_path: Path) -> N
     assert row is not None
     assert report_of(row) == report
     assert log.rewind(3) is None, "the line is gone"
-    again = JournalledRecord(Record(1), lambda *_: None)
+    told: list[Event] = []
+    again, third = (JournalledRecord(Record(1), lambda *event: told.append(event)) for _ in range(2))
     again.recall(row)
     assert again.committed(3, seconds=99.0) == report
     assert again.record.made_at[4] == 9.0
+    for event in (*told, ("commit", 3)):
+        third.hear(event)
+    assert third.record == again.record, "also after another crash"
 
 
 def _rest(report: Trained) -> tuple[dict[str, float], dict[int, int], dict[int, int], float, float]:

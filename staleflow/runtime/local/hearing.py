@@ -129,16 +129,32 @@ class Hearing:
         if message.failed:
             what = f"{message.failed} held-out responses of version {message.version}"
             run.failed("evaluation", "responses not scored", f"{what} could not be scored, last: {message.why}")
+        if message.trouble:
+            run.failed("checkpoint", "best not written", message.trouble)
         if message.accuracy is None:
             return
-        run.kept.evaluated(message.version, message.accuracy)
-        goal = run.config.stop_at
-        if goal is not None and message.accuracy >= goal and run.training:
+        run.kept.evaluated(message.version, message.accuracy, message.figures, message.binary)
+        if (why := self._enough(message)) and run.training:
+            run.incidents.note(f"the run ends early: {why}")
+            run.stopped_early = why
             run.control.stop()
+
+    def _enough(self, message: Evaluated) -> str:
+        """Why the run need not continue, if so."""
+        config = self._run.config
+        goal, patience, figure = config.stop_at, config.evaluation.patience, config.evaluation.figure
+        value = message.figures.get(figure)
+        if value is None:
+            self._run.incidents.note(f"{figure} was not measured: it is for rewards of 0 and 1")
+        elif goal is not None and value >= goal:
+            return f"{figure} of version {message.version} is {value:.4g}, and stop_at={goal:g}"
+        elif patience and self._run.record.without_better(figure) >= patience:
+            return f"{figure} has not become better in {patience} evaluations (evaluation.patience)"
+        return ""
 
     # Reward workers
 
-    def reward(self, name: str, reward: float) -> None:
+    def reward(self, name: str, reward: float, _parts: tuple[float, ...]) -> None:
         self._failures = 0
         self.scored += 1
         self._run.control.on_scored(name, reward)

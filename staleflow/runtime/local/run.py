@@ -59,7 +59,7 @@ from staleflow.servers.filters import FILTERS
 from staleflow.servers.lifecycle import Group
 from staleflow.servers.made import rows_of
 from staleflow.servers.weights import claim, standby_of
-from staleflow.tasks.opening import TaskSet, decoder_of
+from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
 from staleflow.types import Evaluate, Trained
 
 __all__ = ["LocalRun", "RunError"]
@@ -102,6 +102,8 @@ class LocalRun:
         self.interrupted = False
         self.stopped_by = ""
         """The signal."""
+        self.stopped_early = ""
+        """Why an evaluation ended the run."""
         self.incidents = Incidents(tell)
         self.watchdog = Watchdog(lost_s=config.processes.hung_s)
         self._model = model
@@ -183,7 +185,10 @@ class LocalRun:
         return task
 
     def summary(self) -> dict[str, Any]:
-        return self.record.summary(self.server.ledger.counts()) | self._for_the_simulator()
+        best = self.record.best(figure := self.config.evaluation.figure)
+        found = None if best is None else {"step": best[0], "figure": figure, "value": best[1]}
+        ended = {"best": found, "stopped_early": self.stopped_early}
+        return self.record.summary(self.server.ledger.counts()) | ended | self._for_the_simulator()
 
     def _for_the_simulator(self) -> dict[str, Any]:
         """How large the run was and what things took: what ``staleflow.study.measured`` reads."""
@@ -262,7 +267,8 @@ class LocalRun:
 
     def _control(self) -> ControlPlane:
         config = self.config
-        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes)
+        cut = was_cut(self.task, config.rollout.stop_strings)
+        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes, cut)
         settings = Settings(
             config.strategies,
             self._cost,
@@ -360,6 +366,7 @@ class LocalRun:
             "control_s": record.control_s + self._control_s,
             "instance_s": record.instance_s + len(self.instances) * (time.monotonic() - self._began),
             "instance_busy_s": record.instance_busy_s + busy_s,
+            "tokens_lost": record.tokens_lost,
         }
 
     async def _make_again(self) -> None:
