@@ -56,10 +56,13 @@ class Cluster:
         keep_journal: bool = False,
         shuffle: bool = False,
         policy: Policy = STALEFLOW,
+        instance_timeout_s: float = 60.0,
     ) -> None:
+        """``instance_timeout_s``: no less than ``HEARTBEAT_S``, or instances that are well are taken for dead."""
         setting.check()
         self.setting = setting
         self.policy = policy
+        self._instance_timeout_s = instance_timeout_s
         self.keyed = Keyed(seed)
         self.workload = setting.workload.with_seed(seed)
         self.loop = VirtualLoop(shuffle=seed if shuffle else None)
@@ -233,6 +236,7 @@ class Cluster:
             setting.strategies,
             setting.rollout,
             cycle_s=setting.cycle_s,
+            instance_timeout_s=self._instance_timeout_s,
             pull_s=setting.weight_bytes / setting.link_bandwidth,
             stall_s=STALL_S + self._longest_step_s(),
         )

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+from bench.chaos_simulated import setting_of
 from staleflow.protocol import StalenessLedger
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.simulate import invariants
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.recorder import Recorder
 from staleflow.simulate.trainer import SimTrainer
-from tests.simulate.random_runs import setting_of
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
