@@ -153,12 +153,18 @@ class ControlPlane:
             self._lose(member)
             self._changed()
 
-    def recover(self, trainer_there: bool = True) -> None:
+    def recover(self, reports: Iterable[Report] = (), trainer_there: bool = True) -> None:
         """The server has been replayed from the journal, and the instances that are there have joined: find out what
         happened while nobody was listening. One that joins later has lost what it holds to others.
 
-        ``trainer_there``: it is known which version the trainer holds, and that it does nothing. One that may still
-        finish what it was told before is fed from ``on_trainer_back`` on; a reset would come too late for it."""
+        ``reports``: what instances have said since then, or said before and may not have been heard. ``trainer_there``:
+        it is known which version the trainer holds, and that it does nothing. One that may still finish what it was
+        told before is fed from ``on_trainer_back`` on: a reset would come too late for it."""
+        self._feed.away = True  # until everything is known
+        if trainer_there and self._feed.settle():
+            self._committed()
+        for report in reports:
+            self.on_report(report)
         here = {name for member in self.members.values() for name in member.residents}
         for each in list(self.server):
             if each.state in ON_AN_INSTANCE and each.name not in here:
@@ -169,7 +175,6 @@ class ControlPlane:
             _, surplus = self.server.occupy(group) or (group, [])  # its last score may be all that was written
             if group.complete:
                 self._completed(group, surplus)
-        self._feed.away = not trainer_there
         if trainer_there:
             self.on_trainer_back()
         self._changed()

@@ -63,16 +63,17 @@ class TrainerFeed:
     def lost(self) -> bool:
         """The trainer died. Whether a version had become durable that was not announced."""
         self.away = True
-        return self._settle()
+        return self.settle()
 
     def back(self) -> bool:
         """A trainer is there again, at the newest durable version, with nothing fed. Answers as ``lost`` does."""
         self.away = False
-        news = self._settle()
+        news = self.settle()
         self._trainer.reset()  # what it was fed before, if anything, is fed again
         return news
 
-    def _settle(self) -> bool:
+    def settle(self) -> bool:
+        """Commit the open step if its version is durable, and otherwise roll it back. Whether it was committed."""
         ledger = self._server.ledger
         if self.pushed(self._trainer.durable()):
             return True

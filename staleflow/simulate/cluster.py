@@ -211,11 +211,14 @@ class Cluster:
         self.down = False
         for rollout in self.rollouts:
             self.reconnect(rollout)
-        self.control.recover(trainer_there=False)
-        self.network.channel("to trainer").send(self._trainer_connected)
         reports, self._undelivered = self._undelivered, []
-        for report in reports:
-            self.control.on_report(report)
+        to_trainer = self.network.channel("to trainer")
+        if self.trainer.at_rest and to_trainer.clear and self.control.term % 2 == 0:  # it has been asked already
+            self._trainer_link.incarnation = self.trainer.incarnation
+            self.control.recover(reports)
+        else:
+            self.control.recover(reports, trainer_there=False)
+            to_trainer.send(self._trainer_connected)
 
     # Parts
 

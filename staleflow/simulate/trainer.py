@@ -71,6 +71,10 @@ class SimTrainer:
         self._die_after_push: Callable[[], None] | None = None
         self._hung_until = 0.0
 
+    @property
+    def at_rest(self) -> bool:
+        return self.alive and not self._finishing
+
     # What it hears
 
     def feed(self, step: int, groups: Sequence[Fed]) -> None:

@@ -1,7 +1,7 @@
 """Simulated runs in which up to forty things go wrong: nothing is lost, trained twice, too late or never, and every run
 ends with its last step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -10,6 +10,7 @@ from staleflow.runtime.control import ControlPlane
 from staleflow.runtime.feed import TrainerFeed
 from staleflow.runtime.fleet import Member
 from staleflow.runtime.outbox import HeldTrainer
+from staleflow.types import Report
 
 AGAIN = "rerun with python bench/chaos_simulated.py --again SEED"
 
@@ -69,16 +70,16 @@ def a_version_that_was_not_announced_is_rolled_back(patch: pytest.MonkeyPatch) -
             self._server.rollback(self._server.ledger.version)
         return False
 
-    patch.setattr(TrainerFeed, "_settle", settle)
+    patch.setattr(TrainerFeed, "settle", settle)
 
 
 def a_response_without_a_score_is_forgotten_in_a_recovery(patch: pytest.MonkeyPatch) -> None:
     recover = ControlPlane.recover
 
-    def forgetful(self: ControlPlane, trainer_there: bool = True) -> None:
+    def forgetful(self: ControlPlane, reports: Iterable[Report] = (), trainer_there: bool = True) -> None:
         with pytest.MonkeyPatch.context() as inside:
             inside.setattr(self.scoring, "ask", lambda _trajectory: None)
-            recover(self, trainer_there)
+            recover(self, reports, trainer_there)
 
     patch.setattr(ControlPlane, "recover", forgetful)
 
