@@ -8,7 +8,7 @@
 
 Of each step the worst and the best response are kept, and others in between. Texts are cut at ``MOST_TEXT`` characters
 and the file is bounded: one that has reached ``MOST_BYTES`` becomes ``samples.1.jsonl`` and replaces the one before it,
-so a run never has more than 64 MiB of them. A disk that is full ends the log and not the run.
+so a run never has more than 64 MiB of them. On a full disk none are kept.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Samples:
         self._cut = cut
         self._on_trouble = on_trouble
         self._most = most_bytes
-        self._broken = False
+        self._begin = b"\n"
+        """The last line that was written, perhaps by an earlier attempt, may be torn."""
+        self._trouble = False
         self._scored: dict[str, _Scored] = {}
         """Responses that may still be trained on. Those of an earlier attempt of the run are not here."""
 
@@ -123,18 +125,21 @@ class Samples:
         )
 
     def _write(self, samples: Sequence[Sample]) -> None:
-        if self._broken or not samples:
+        if not samples:
             return
-        text = msgspec.json.Encoder().encode_lines(samples)
+        text = self._begin + msgspec.json.Encoder().encode_lines(samples)
         try:
             with self._path.open("ab") as file:
                 if file.tell() and file.tell() + len(text) > self._most:
                     self._path.replace(older(self._path))
             with self._path.open("ab") as file:
                 file.write(text)
+            self._begin = b""
         except OSError as error:
-            self._broken = True
-            self._on_trouble(f"{self._path} cannot be written ({error.strerror}): samples are not kept any more")
+            self._begin = b"\n"
+            if not self._trouble:
+                self._on_trouble(f"{self._path} cannot be written ({error.strerror}): no samples are kept until it can")
+        self._trouble = bool(self._begin)
 
 
 def read_samples(path: Path) -> Iterator[Sample]:

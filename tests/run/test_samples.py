@@ -105,17 +105,30 @@ def test_space_is_bounded_and_texts_are(tmp_path: Path) -> None:
     assert len(list(read_samples(path))[-1].response) < MOST_TEXT + 40
 
 
-def test_a_full_disk_ends_the_samples_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torn_line_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"step": 3, "na')
+    under_test, _ = samples(path)
+    for step in range(2):
+        under_test.scored("p0/0", (), tokens(1))
+        under_test.committed(step, [group(0, [1.0])])
+    assert [each.step for each in read_samples(path)] == [0, 1]
+
+
+def test_a_full_disk_costs_samples_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     under_test, trouble = samples(tmp_path / "samples.jsonl")
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "open", full)
-    for step in range(2):
-        under_test.scored("p0/0", (), tokens(1))
-        assert under_test.committed(step, [group(0, [1.0])])["cut"] == 0
-    assert len(trouble) == 1
+    for step in range(4):
+        with monkeypatch.context() as patched:
+            if step in (1, 2):
+                patched.setattr(Path, "open", full)
+            under_test.scored("p0/0", (), tokens(1))
+            assert under_test.committed(step, [group(0, [1.0])])["cut"] == 0
+    assert len(trouble) == 1, "said once"
+    assert [each.step for each in read_samples(tmp_path / "samples.jsonl")] == [0, 3]
 
 
 def test_warnings_name_the_setting_and_come_once() -> None:

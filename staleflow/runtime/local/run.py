@@ -195,8 +195,6 @@ class LocalRun:
         return task
 
     def summary(self) -> dict[str, Any]:
-        if self.pool.replaced:
-            self.record.restarts["reward"] = dict(self.pool.replaced)
         best = self.record.best(figure := self.config.evaluation.figure)
         found = None if best is None else {"step": best[0], "figure": figure, "value": best[1]}
         ended = {"best": found, "stopped_early": self.stopped_early}
@@ -247,6 +245,7 @@ class LocalRun:
             stderr=self._log,
             decoder=decoder_of(config.data, self._model),
             on_away=self.hearing.reward_away,
+            on_lost=self.hearing.reward_worker_lost,
         )
         self.control = self._control()
 
@@ -296,6 +295,11 @@ class LocalRun:
 
     # Training
 
+    def join(self, port: RemoteInstance) -> None:
+        """From now on it gets work."""
+        port.joined = True
+        self.control.join(port)
+
     @property
     def loss(self) -> float | None:
         """Of the latest step."""
@@ -324,10 +328,10 @@ class LocalRun:
         self._began, self._cpu_began = time.monotonic(), time.process_time()
         for name, port in self.instances.items():
             if self.crew.children[name].ready.is_set():
-                self.control.join(port)
+                self.join(port)
+        self.trainer.reset()  # its clock begins now, and what it is fed from now on counts
         if self._resumed:
             self.control.recover(self.hearing.early)
-        self.trainer.reset()  # its clock begins now
         steps = self.server.ledger.frontier if self.interrupted else self.config.steps
         cpu = {name: child.cpu_s for name, child in self.crew.children.items()}
         try:
