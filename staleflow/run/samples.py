@@ -74,7 +74,7 @@ class Samples:
         self._cut = cut
         self._on_trouble = on_trouble
         self._most = most_bytes
-        self._begin = b"\n"
+        self._begin = b"\n" if path.exists() and path.stat().st_size else b""
         """The last line that was written, perhaps by an earlier attempt, may be torn."""
         self._trouble = False
         self._scored: dict[str, _Scored] = {}
