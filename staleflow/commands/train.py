@@ -109,7 +109,8 @@ def train(
         checkpoint = prepared(directory, config, choice, task.fingerprint, model)
     caller.tell(caller.RUN, str(directory.path))
     if not again:
-        print(f"run {directory.path}", file=out, flush=True)
+        print(f"run {directory.path}", file=out)
+        print(f"data: {task.about()}", file=out, flush=True)
     view = TerminalView(out, plain=plain)
 
     def show(run: LocalRun) -> None:
@@ -124,6 +125,7 @@ def train(
         summary = asyncio.run(run.execute())
     finally:
         view.close()
+    summary |= {"problems": task.size, "problems_left_out": task.left_out, "held_out": len(task.held_out)}
     summary |= {"interrupted": run.interrupted, "stopped_by": run.stopped_by, "run": str(directory.path)}
     try:
         directory.write(directory.summary, summary)

@@ -118,6 +118,8 @@ class Config(Section):
     stop_at: float | None = None
     """Value of ``evaluation.figure``, by default the mean reward on held-out problems, at which the run ends before its
     last step; null: it does not."""
+    samples: Whole = 4
+    """Responses of each step that are kept, with prompts and rewards, in ``samples.jsonl``."""
     runs: str = "runs"
     """The folder of run directories."""
     cache: str = field(default_factory=cache_folder)

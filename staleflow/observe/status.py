@@ -57,6 +57,12 @@ class Status:
     instances: tuple[InstanceStatus, ...] = ()
     waiting_for: str = ""
     loss: float | None = None
+    cut: float | None = None
+    """The share of responses of the latest step that a length limit ended."""
+    without_signal: float | None = None
+    """The share of groups of the latest step whose rewards are all equal."""
+    left_out: float = 0.0
+    """The share of prompts of the data that are too long, or empty."""
     notes: tuple[str, ...] = ()
     first_step: int = 0
     """Where this process began: a resumed run's seconds cover only the steps from there."""

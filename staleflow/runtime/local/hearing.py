@@ -154,9 +154,11 @@ class Hearing:
 
     # Reward workers
 
-    def reward(self, name: str, reward: float, _parts: tuple[float, ...]) -> None:
+    def reward(self, name: str, reward: float, parts: tuple[float, ...]) -> None:
         self._failures = 0
         self.scored += 1
+        if name in self._run.payloads:  # otherwise its group was given up
+            self._run.samples.scored(name, parts, self._run.payloads.token_bytes(name))
         self._run.control.on_scored(name, reward)
 
     def reward_failed(self, name: str, why: str) -> None:

@@ -36,6 +36,8 @@ from staleflow.run.opening import open_state
 from staleflow.run.origin import ORIGIN, origin_of
 from staleflow.run.parts import sizes
 from staleflow.run.record import Record
+from staleflow.run.samples import Samples
+from staleflow.run.signals import Signals
 from staleflow.run.state import STATE, pack_state
 from staleflow.run.step_log import StepLog
 from staleflow.runtime.control import ControlPlane, Settings
@@ -123,6 +125,7 @@ class LocalRun:
         self.watching = Watching(self)
         self.rescue = Rescue(self)
         self.costs = RunCosts()
+        self.signals = Signals(config)
 
     async def execute(self) -> dict[str, Any]:
         """The whole run. Returns its summary."""
@@ -258,6 +261,9 @@ class LocalRun:
         config = self.config
         cut = was_cut(self.task, config.rollout.stop_strings)
         port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes, cut)
+        self.samples = Samples(
+            self.directory.samples, self.task, config.samples, config.reward.names, cut, self.incidents.note
+        )
         settings = Settings(
             config.strategies,
             self._cost,
@@ -375,6 +381,7 @@ class LocalRun:
 
     def _aborted(self, trajectory: Trajectory, _reason: str) -> None:
         self.record.tokens_wasted += trajectory.generated
+        self.samples.forget(trajectory.name)
 
     def _log_step(self, report: Trained, groups: list[Group]) -> None:
         """A step is committed: what its trainer said of it goes into the record, and to the log."""
@@ -382,7 +389,11 @@ class LocalRun:
             report.facts, report.token_staleness, report.trajectory_staleness, report.busy_s, report.idle_s
         )
         busy_s = self.record.instance_busy_s + sum(port.busy_s for port in self.instances.values())
-        self.steps.add(report, groups, self.record.seconds, busy_s)
+        facts = self.samples.committed(report.step, groups)
+        self.steps.add(report, groups, self.record.seconds, busy_s, facts)
+        self.signals.add(facts.get("cut"), report.facts.get("groups_without_signal", 0) / max(1, len(groups)))
+        for warning in self.signals.warnings():
+            self.incidents.note(warning)
         self.watching.disk()
 
     # Evaluation and checkpoints
