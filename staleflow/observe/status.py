@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 class InstanceStatus:
     name: str
     version: int | None = None
-    """Of the weights it decodes with; None before the first pull."""
+    """Version of its weights; None before the first pull."""
     running: int = 0
     waiting: int = 0
     kv_used: int = 0
@@ -30,14 +30,14 @@ class Status:
     step: int
     """Steps committed so far."""
     steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     seconds: float
     bound: int
     reward: float | None = None
     accuracy: Sequence[tuple[int, float]] = ()
     """Held-out, 0..1, with the step it was measured at."""
     rewards: Sequence[float] = ()
-    """Of the last steps, oldest first."""
+    """Mean rewards of the last steps, oldest first."""
     max_staleness: int | None = None
     mean_staleness: float | None = None
     staleness_histogram: Mapping[int, int] = field(default_factory=dict)

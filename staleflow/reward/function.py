@@ -18,7 +18,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from staleflow.errors import StaleFlowError
+from staleflow.errors import StaleFlowError, shown
 from staleflow.reward.options import REWARDS, Reward
 from staleflow.tasks.task import Problem
 
@@ -46,7 +46,10 @@ class ServiceAwayError(RewardError):
 def load_reward(options: Reward) -> Score:
     """The configured function. Built-in ones that call a service get the address and the time limit."""
     REWARDS.check(options.function, options.arguments)
-    asked = {"address": options.function, "timeout_s": 0.9 * options.timeout_s}  # heard of before the worker is killed
+    asked = {
+        "address": options.function,
+        "timeout_s": 0.9 * options.timeout_s,
+    }  # before the worker is killed
     built_in = REWARDS.key(options.function) is not None
     return REWARDS.bound(options.function, asked if built_in else {}, options.arguments)
 
@@ -69,7 +72,7 @@ def checked(value: Any) -> float:
         except (ValueError, RuntimeError):
             raise RewardError(f"{BAD_REWARD}an array of several numbers: return one") from None
     if not isinstance(value, int | float):
-        raise RewardError(f"{BAD_REWARD}{_short(value)}, a {type(value).__name__}: return a number")
+        raise RewardError(f"{BAD_REWARD}{shown(value)}, a {type(value).__name__}: return a number")
     try:
         number = float(value)
     except OverflowError:
@@ -77,8 +80,3 @@ def checked(value: Any) -> float:
     if not math.isfinite(number):
         raise RewardError(f"{BAD_REWARD}{number}: return a finite number")
     return number
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""How long a device works, and whether it still does: a CPU works while it is called, a GPU goes on behind the call.
+"""How long a device works, and whether it still does: a CPU works during the call, a GPU also after it.
 
 clock = clock_of(device)
 with clock:

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.situation import Fleet, InstanceView, Pace, Queued, Resident, Situation
+from staleflow.coordinator.strategies import Strategies
 from staleflow.protocol import StalenessLedger
+from staleflow.registry import Registry
 
 COST = CostModel(
     floor=0.0123, base=0.0049, per_sequence=2.44e-4, fixed=0.002, per_context_token=1.2e-7, per_prefill_token=2.4e-4
@@ -37,6 +39,10 @@ def situation(
             **more,
         }
     )
+
+
+def decided(kind: Registry[Any], situation: Situation, strategies: Strategies) -> list[Any]:
+    return strategies.decide(kind, situation)
 
 
 def started(group: str, version: int, *contexts: int) -> list[Queued]:
