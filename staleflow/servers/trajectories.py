@@ -56,6 +56,8 @@ class TrajectoryServer(Book):
             payloads.limits.check(ledger.batch_size, group_size + extra_members)
         self.on_refused: Callable[[str, str], None] = lambda _name, _why: None
         """Called for every report that is refused, with the reason."""
+        self.least_epoch = 1
+        """Of placements from now on: those of an earlier term that were forgotten may have used later numbers."""
         self.short_of_memory = False
         """Whether the next prompt waits until payload has been consumed."""
         self._journal = journal
@@ -114,7 +116,7 @@ class TrajectoryServer(Book):
             if not self.ledger.lower(group.name, version):
                 return None
             self._record(("lower", group.name, version))
-        self._record(("route", name, instance, trajectory.epoch + 1))
+        self._record(("route", name, instance, max(trajectory.epoch + 1, self.least_epoch)))
         return trajectory
 
     # What instances and reward workers report. The answer says whether it was new.
