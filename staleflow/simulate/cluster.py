@@ -81,6 +81,8 @@ class Cluster:
         """Called when the run starts, with the loop running: faults arm themselves here."""
         self.on_end: list[Callable[[], None]] = []
         """Called when the last step is committed, with the loop still running."""
+        self.leaving: set[str] = set()
+        """Instances that were told to leave."""
         self.down = False
         """Whether the control plane is dead."""
         self._killed = asyncio.Event()
@@ -157,11 +159,14 @@ class Cluster:
         self.journal.reopen()
         self.control = self.new_control(self.control.term + 1)
         for rollout in self.rollouts:
-            self.join(rollout)
+            if not rollout.gone:
+                self.join(rollout)
         self.down = False
         if not self.trainer.alive:
             self.control.on_trainer_lost()
         self.control.recover()
+        for name in sorted(self.leaving):
+            self.control.drain(name)
         reports, self._undelivered = self._undelivered, []
         for report in reports:
             self.control.on_report(report)
@@ -175,6 +180,26 @@ class Cluster:
 
     def join(self, rollout: SimRollout) -> None:
         self.control.join(HeldInstance(Remote(rollout, self.network), self.outbox))
+
+    @property
+    def staying(self) -> list[SimRollout]:
+        return [each for each in self.rollouts if each.name not in self.leaving]
+
+    def add(self, speed: float = 1.0) -> None:
+        """One more instance, as by ``staleflow scale``."""
+        rollout = self.new_rollout(f"i{len(self.rollouts)}", speed)
+        self.rollouts.append(rollout)
+        if not self.down:
+            self.join(rollout)
+
+    def leave(self, rollout: SimRollout) -> None:
+        """Let an instance go, as by ``staleflow scale``: for good, once the control plane has drained it."""
+        self.leaving.add(rollout.name)
+        if not self.down:
+            self.control.drain(rollout.name)
+
+    def _drained(self, name: str) -> None:
+        next(each for each in self.rollouts if each.name == name).leave()
 
     def new_control(self, term: int) -> ControlPlane:
         setting = self.setting
@@ -196,6 +221,7 @@ class Cluster:
             settings, server, HeldTrainer(self.trainer, outbox), HeldRewards(self.rewards, outbox), self, term
         )
         control.on_decision = self._decided
+        control.on_drained = self._drained
         control.filter = no_signal if setting.filter != "none" else control.filter
         return control
 

@@ -2,10 +2,10 @@
 
     arm(cluster, count=8)     # before cluster.run()
 
-Instances crash (and start again), hang, slow down, or join late; the network delays, repeats and reorders; the trainer
-dies before its push, or after it and before it is announced, or announces it late; reward workers do not answer;
-instances report what cannot be true; the control plane is killed and comes back from its journal, which has lost what
-was not synced. What must hold in spite of all that is in ``invariants.py``.
+Instances crash (and start again), hang, slow down, join late, or are told to leave; the network delays, repeats and
+reorders; the trainer dies before its push, or after it and before it is announced, or announces it late; reward workers
+do not answer; instances report what cannot be true; the control plane is killed and comes back from its journal, which
+has lost what was not synced. What must hold in spite of all that is in ``invariants.py``.
 """
 
 from __future__ import annotations
@@ -37,10 +37,16 @@ def slow_down(cluster: Cluster, random: Random) -> None:
 
 
 def late_join(cluster: Cluster, random: Random) -> None:
-    rollout = cluster.new_rollout(f"late{len(cluster.rollouts)}", random.uniform(0.5, 1.5))
-    cluster.rollouts.append(rollout)
-    if not cluster.down:
-        cluster.join(rollout)
+    cluster.add(random.uniform(0.5, 1.5))
+
+
+def scale(cluster: Cluster, random: Random) -> None:
+    """More or fewer instances; those that leave are drained first."""
+    wanted, there = random.randint(1, 5), cluster.staying
+    for _ in range(len(there), wanted):
+        cluster.add()
+    for rollout in random.sample(there, max(0, len(there) - wanted)):
+        cluster.leave(rollout)
 
 
 def bad_network(cluster: Cluster, random: Random) -> None:
@@ -81,6 +87,7 @@ FAULTS: dict[str, Fault] = {
         hang,
         slow_down,
         late_join,
+        scale,
         bad_network,
         kill_trainer,
         kill_trainer_after_push,
