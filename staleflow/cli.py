@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from staleflow import __version__
-from staleflow.commands import clean, compare, plan, profile, simulate, train
+from staleflow.commands import clean, compare, plan, profile, scale, simulate, train
 from staleflow.commands.common import refuse
 from staleflow.errors import StaleFlowError
 
@@ -24,7 +24,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="staleflow", description="RL post-training under a strict staleness bound.")
     parser.add_argument("--version", action="version", version=f"staleflow {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (train, simulate, compare, plan, profile, clean):
+    for command in (train, simulate, compare, plan, profile, scale, clean):
         command.add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
     if unknown := [each for each in rest if each.startswith("-") or "words" not in options]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from staleflow.commands.common import Subparsers, add_settings, given_settings
-from staleflow.config import Config, ConfigError, check, differences, estimate, load, this_machine
+from staleflow.config import Config, ConfigError, check, differences, estimate, load, settled, this_machine
 from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
 from staleflow.reward.function import BAD_REWARD
@@ -46,10 +46,13 @@ def run(options: argparse.Namespace) -> int:
     else:
         directory, config = None, wanted.config()
     machine = this_machine()
+    config, note = settled(config, machine)
     needs = estimate(config, machine)
     if options.dry_run:  # also of what does not fit, which is then refused
         print(json.dumps(needs.facts()) if options.json else needs.text())
     check(config, machine)
+    if note:
+        print(f"staleflow: {note}", file=sys.stderr)
     if options.dry_run:
         return 0
     with ExitStack() as held:
@@ -90,6 +93,7 @@ def train(
         directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
     else:
         checkpoint = prepared(directory, config, choice, task.fingerprint, model)
+        print(f"continues from {checkpoint.name} with {config.rollout.instances} instances", file=out)
     print(f"run {directory.path}", file=out, flush=True)
     view = TerminalView(out, plain=plain)
 
@@ -160,6 +164,9 @@ def told(summary: dict[str, Any], directory: RunDirectory) -> str:
         lines.insert(0, f"held-out accuracy {first:.1%} -> {last:.1%}")
     if summary["seconds_to_90"] is not None:
         lines[0] += f" (90 % after {summary['seconds_to_90']:.0f} s)"
+    if scaled := summary.get("scaled"):
+        each = (f"{change['from']} -> {change['to']} at step {change['step']}" for change in scaled)
+        lines.append(f"instances: {', '.join(each)}")
     for what in ("restarts", "failures"):
         if counts := summary.get(what):
             each = (f"{n} {name} ({why})" for name, reasons in counts.items() for why, n in reasons.items())

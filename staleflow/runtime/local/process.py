@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,13 @@ class Child:
     def send(self, message: msgspec.Struct) -> None:
         if self._channel is not None:
             self._channel.send(message)
+
+    def move(self, cores: Sequence[int]) -> None:
+        """To other cores, with all its threads; it keeps their number."""
+        if hasattr(os, "sched_setaffinity"):
+            with suppress(OSError, AssertionError):  # it has ended, or cores have been taken away
+                for thread in os.listdir(f"/proc/{self.pid}/task"):
+                    os.sched_setaffinity(int(thread), cores)
 
     def kill(self) -> None:
         if self._process is not None and self._process.poll() is None:

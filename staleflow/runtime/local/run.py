@@ -14,7 +14,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,11 @@ from staleflow.run.step_log import StepLog
 from staleflow.runtime.control import ControlPlane, Settings, StalledError
 from staleflow.runtime.local.crew import Crew, RunError
 from staleflow.runtime.local.evaluations import Evaluations
-from staleflow.runtime.local.placement import placement
+from staleflow.runtime.local.placement import Place, placement
 from staleflow.runtime.local.process import Child
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.local.saving import Saving
+from staleflow.runtime.local.scaling import Scaling
 from staleflow.runtime.local.stillness import QUIET_S, STALL_S, Stillness
 from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.runtime.watchdog import Watchdog
@@ -118,6 +119,9 @@ class LocalRun:
         self._started = self._rescuing = False
         self._stillness = Stillness()
         self._began = self._cpu_began = 0.0
+        self._counted_at = 0.0
+        self._cpu_before: dict[str, float] = {}
+        """By process, CPU seconds when training began."""
         self._before_s = 0.0
         """Seconds of training in earlier attempts of the run."""
         self._shown_s = 0.0
@@ -133,9 +137,8 @@ class LocalRun:
     async def execute(self) -> dict[str, Any]:
         """The whole run. Returns its summary."""
         self._loop = asyncio.get_running_loop()
-        config = self.config
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-        places = placement(cores, config.rollout.instances, config.processes.threads, config.processes.pin)
+        self.scaling = Scaling(self)
+        places = self.places(self.scaling.names)
         self.crew = Crew(self.directory, self._model, places, self.watchdog, self._on_death, self._checkpoint)
         store = self.directory.store
         with claim(store), claim(standby_of(store)):
@@ -152,6 +155,7 @@ class LocalRun:
             finally:
                 for task in beside:
                     task.cancel()
+                self.scaling.close()
                 await self._close()
                 for each in SIGNALS:
                     self._loop.remove_signal_handler(each)
@@ -252,16 +256,20 @@ class LocalRun:
         control = ControlPlane(settings, self.server, trainer, port, self.task.prompts, term=self._attempt)
         control.scoring.on_answer = self.costs.reward.add
         control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
+        control.on_drained = self.scaling.drained
         control.filter = FILTERS.bound(config.filter, {}, config.filter_arguments)
         return control
 
     async def _start(self) -> None:
         await self._start_trainer()
-        for at in range(self.config.rollout.instances):
-            await self.crew.start("instance", f"i{at}", self._from_instance, self._instance_ended)
+        for name in self.scaling.names:
+            await self.start_instance(name)
         await self.crew.start("evaluator", "evaluator", self._from_evaluator, lambda _: self._evaluations.died())
         await self._pool.start()
         await self.crew.all_ready()
+
+    async def start_instance(self, name: str) -> Child:
+        return await self.crew.start("instance", name, self._from_instance, self._instance_ended)
 
     async def _start_trainer(self) -> Child:
         return await self.crew.start("trainer", "trainer", self._from_trainer, lambda _: None)
@@ -271,6 +279,7 @@ class LocalRun:
     def _from_instance(self, child: Child, message: Any) -> None:
         match message:
             case Ready():
+                self._count_instances()
                 self.instances[child.name] = RemoteInstance(child, self.crew.incarnations[child.name])
             case Report():
                 port = self.instances[child.name]
@@ -280,7 +289,8 @@ class LocalRun:
                 self.watchdog.asked(child.name, "report", "its next report", self._loop.time())
                 if not child.ready.is_set():
                     child.ready.set()
-                    if self.training:
+                    self.scaling.ready(child.name)
+                    if self.training and child.name not in self.crew.leaving:
                         self.control.join(port)
                 elif self.training:
                     self.control.on_report(message)
@@ -288,8 +298,30 @@ class LocalRun:
     def _instance_ended(self, child: Child) -> None:
         if (port := self.instances.get(child.name)) is not None:
             self.record.instance_busy_s += port.busy_s
+            port.busy_s = 0.0
         if self.training:
             self.control.left(child.name)
+
+    def instance_left(self, name: str) -> None:
+        """It is about to end for good."""
+        self._count_instances()
+        if (port := self.instances.pop(name, None)) is not None:
+            self.record.instance_busy_s += port.busy_s
+        if self.training and name in self.crew.children:
+            self._count_cpu(name)
+
+    def _count_instances(self) -> None:
+        """Seconds that instances were there, up to now."""
+        if self.training:
+            now = time.monotonic()
+            self.record.instance_s += len(self.instances) * (now - self._counted_at)
+            self._counted_at = now
+
+    def _count_cpu(self, name: str) -> None:
+        used = self.crew.children[name].cpu_s
+        if self.crew.incarnations[name] == 1:
+            used -= self._cpu_before.get(name, 0.0)
+        self.record.cpu_s[name] = self.record.cpu_s.get(name, 0.0) + used
 
     def _from_trainer(self, child: Child, message: Any) -> None:
         match message:
@@ -384,8 +416,10 @@ class LocalRun:
         words = f": {said}" if (said := child.last_words()) else ""
         after = "" if child.broken or pause_s is None else "; started again" + (f" in {pause_s:g} s" if pause_s else "")
         self.incidents.note(f"{name} {how}{words}{after}")
-        if role == "trainer" and not self.config.processes.standby and not child.broken:
+        if role == "trainer" and not self.config.processes.with_standby and not child.broken:
             self.crew.fail(f"the trainer {how}{words}, and processes.standby is off (see {child.log})")
+        elif role == "instance" and name in self.crew.optional and pause_s is None:
+            self.scaling.given_up(name, f"{how}{words} (see {child.log})")
         elif role == "evaluator" and pause_s is None:
             self._evaluations.end(f"the evaluator {how}{words} (see {child.log})")
 
@@ -400,6 +434,8 @@ class LocalRun:
                 if each.news and not each.lost:
                     self.incidents.note(str(each))
             self._steps.write()
+            if self._started:
+                self.scaling.look()
             self._look_at_disk()
             self._look_at_run(self._loop.time())
 
@@ -445,7 +481,7 @@ class LocalRun:
         trainer = self.crew.children["trainer"]
         if trainer.broken or trainer.ended.is_set():
             await trainer.how_it_ended()
-            if not self.config.processes.standby:
+            if not self.config.processes.with_standby:
                 raise RunError("the trainer is gone, and processes.standby is off")
             await self._start_trainer()
         else:
@@ -455,6 +491,16 @@ class LocalRun:
             raise RunError(why)
 
     # Training
+
+    @property
+    def ending(self) -> bool:
+        """Whether the last step is made, or the run has been stopped or has failed."""
+        return self.control.over or self.interrupted or self._rescuing
+
+    def places(self, instances: Sequence[str]) -> dict[str, Place]:
+        """Cores and threads of every process, with these instances."""
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+        return placement(cores, instances, self.config.processes.threads, self.config.processes.pin)
 
     @property
     def loss(self) -> float | None:
@@ -482,25 +528,25 @@ class LocalRun:
         self._saving.begin(self._loop.time())
         self._steps.busy_s = self.record.instance_busy_s
         self._began, self._cpu_began = time.monotonic(), time.process_time()
+        self._counted_at = self._began
         for name, port in self.instances.items():
             if self.crew.children[name].ready.is_set():
                 self.control.join(port)
         if self._checkpoint is not None:
             self.control.recover()
         self._trainer.reset()  # its clock begins now
-        cpu = {name: child.cpu_s for name, child in self.crew.children.items()}
+        self._cpu_before = {name: child.cpu_s for name, child in self.crew.children.items()}
         try:
             await self.crew.within(self.control.run(self.config.steps), "training")
         finally:
+            self._count_instances()
             self.training = False
             self.record.seconds = self.seconds
             self.record.control_s += self._control_s
-            self.record.instance_s += len(self.instances) * (time.monotonic() - self._began)
             for port in self.instances.values():
                 self.record.instance_busy_s += port.busy_s
-            for name, child in self.crew.children.items():
-                used = child.cpu_s - (cpu[name] if self.crew.incarnations[name] == 1 else 0.0)
-                self.record.cpu_s[name] = self.record.cpu_s.get(name, 0.0) + used
+            for name in self.crew.children:
+                self._count_cpu(name)
 
     def _interrupt(self, number: signal.Signals) -> None:
         """End in good order. The second Ctrl-C is Python's own; the other signals may come again."""
