@@ -164,12 +164,10 @@ class Cluster:
         self.down = False
         if not self.trainer.alive:
             self.control.on_trainer_lost()
-        self.control.recover()
+        reports, self._undelivered = self._undelivered, []
+        self.control.recover(reports)
         for name in sorted(self.leaving):
             self.control.drain(name)
-        reports, self._undelivered = self._undelivered, []
-        for report in reports:
-            self.control.on_report(report)
 
     # Parts
 
@@ -221,7 +219,7 @@ class Cluster:
             settings, server, HeldTrainer(self.trainer, outbox), HeldRewards(self.rewards, outbox), self, term
         )
         control.on_decision = self._decided
-        control.on_drained = self._drained
+        control.on_drained = lambda name: outbox.send(self._drained, name)
         control.filter = no_signal if setting.filter != "none" else control.filter
         return control
 

@@ -1,6 +1,7 @@
 """More or fewer rollout instances while a run goes on, as ``staleflow scale`` asks for.
 
     scaling = Scaling(run)
+    for name in scaling.begin(found=[]): run.start_instance(name)
     scaling.look()                      # now and then: takes what was asked, and answers once it is done
 
 One that leaves is drained first: its trajectories come back with all their tokens and continue elsewhere. Those leave
@@ -38,13 +39,23 @@ class Change:
 
 class Scaling:
     def __init__(self, run: LocalRun) -> None:
-        self.names = unused(run.config.rollout.instances)
+        self.names: list[str] = []
         """The instances that stay."""
         self._run = run
         self._requests = Requests(run.directory)
         self._answering: set[asyncio.Task[None]] = set()
         self._failed: dict[str, str] = {}
         """By instance that was given up: why."""
+
+    def begin(self, found: Collection[str]) -> list[str]:
+        """The names of all instances to start, or to adopt where an earlier control plane left them. If it left more
+        than are wanted, the others are adopted to be drained."""
+        run = self._run
+        wanted, names = run.config.rollout.instances, sorted(filter(_is_instance, found), key=_number)
+        self.names = [*names[:wanted], *unused(wanted - len(names), taken=names)]
+        run.crew.leaving |= set(names[wanted:])
+        run.crew.place(run.places([*self.names, *names[wanted:]]))
+        return [*self.names, *names[wanted:]]
 
     def look(self) -> None:
         for request in self._requests.take():
@@ -57,9 +68,10 @@ class Scaling:
             task.cancel()
 
     def ready(self, name: str) -> None:
-        """It works: from now on the run counts on it."""
-        if name not in self._run.crew.leaving:
-            self._run.crew.optional.discard(name)
+        """It works: from now on the run counts on it, unless it was adopted only to be drained."""
+        self._run.crew.optional.discard(name)
+        if self._run.training and name in self._run.crew.leaving:
+            self._run.control.drain(name)
 
     def given_up(self, name: str, why: str) -> None:
         """One that was added has never worked, and is not started again."""
@@ -71,8 +83,8 @@ class Scaling:
             self._retire(name)
 
     def drained(self, name: str) -> None:
-        """The control plane has everything back that this instance had."""
-        self._retire(name)
+        """The control plane has everything back that this instance had. Once it cannot be forgotten, it may end."""
+        self._run.outbox.send(self._retire, name)
 
     async def _answer(self, request: Request) -> None:
         try:
@@ -89,7 +101,7 @@ class Scaling:
         if not isinstance(wanted, int) or wanted < 1:
             raise RunError(f"rollout={wanted}: give 1 or more instances")
         await self._refuse_too_many(wanted)
-        change = await self._change(wanted)
+        change = self._change(wanted)
         with suppress(TimeoutError):
             async with asyncio.timeout(DONE_S):
                 while not self._done(change):
@@ -111,7 +123,7 @@ class Scaling:
             if (problem := estimate(config, machine).problem_of_more(wanted - there)) is not None:
                 raise RunError(problem)
 
-    async def _change(self, wanted: int) -> Change:
+    def _change(self, wanted: int) -> Change:
         run, before = self._run, len(self.names)
         if run.ending:
             raise RunError(f"the run in {run.directory.path} is ending: nothing was changed")
@@ -128,11 +140,11 @@ class Scaling:
             run.crew.leaving.add(name)
             if run.training and name in run.control.members:
                 run.control.drain(name)
-            else:
+            elif run.training or not run.in_place:  # it has not begun to work
                 self._retire(name)
         for name in started:
             run.crew.optional.add(name)
-            await run.start_instance(name)
+            run.start_instance(name)
         return Change(before, wanted, started, stopped)
 
     def _keep(self, wanted: int) -> None:
@@ -148,6 +160,8 @@ class Scaling:
         return member.context if member is not None else -1
 
     def _retire(self, name: str) -> None:
+        if name in self.names:
+            return  # another has its name by now
         self._run.instance_left(name)
         self._run.crew.optional.discard(name)
         self._run.crew.retire(name)
@@ -179,4 +193,12 @@ def unused(most: int, taken: Collection[str] = ()) -> list[str]:
 
 def lightest(names: Collection[str], work: Callable[[str], int], most: int) -> list[str]:
     """Whose end costs the least; among equals, the latest."""
-    return sorted(names, key=lambda name: (work(name), -int(name[1:])))[: max(0, most)]
+    return sorted(names, key=lambda name: (work(name), -_number(name)))[: max(0, most)]
+
+
+def _number(name: str) -> int:
+    return int(name[1:])
+
+
+def _is_instance(name: str) -> bool:
+    return name[:1] == "i" and name[1:].isdecimal()
