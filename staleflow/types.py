@@ -366,6 +366,8 @@ class Finish(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Every group of the step has been fed: update and publish."""
 
     step: int
+    groups: int = 0
+    """How many, if it is said: a trainer that was fed fewer must not make a version of them."""
 
 
 class Reset(msgspec.Struct, tag=True, array_like=True, frozen=True):

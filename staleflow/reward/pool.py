@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine
 from itertools import count
 from typing import IO, Any
@@ -49,15 +49,16 @@ class RewardPool:
         stderr: int | IO[bytes] | None = None,
         decoder: str = "",
         on_away: Callable[[str], None] = lambda _: None,
+        on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
         """``decoder``: how workers decode tokens (``load_decoder`` in worker.py); "" if they do not. ``on_away`` is
-        called with the reason whenever a service that is away was asked in vain."""
+        called with the reason whenever a service that is away was asked in vain, ``on_lost`` whenever a worker died or
+        was killed."""
         self.options = options
-        self.replaced: Counter[str] = Counter()
-        """Workers that were killed or died, by reason."""
         self._on_reward = on_reward
         self._on_failure = on_failure
         self._on_away = on_away
+        self._on_lost = on_lost
         self._away_since: float | None = None
         """When a service was first found away, if none has answered since."""
         self._pause: asyncio.TimerHandle | None = None
@@ -260,7 +261,7 @@ class RewardPool:
         why = why or await worker.last_words()
         await worker.end()
         self._workers.discard(worker)
-        self.replaced[why.partition(" (")[0] if "nonsense" in why else why] += 1
+        self._on_lost(why)
         self._give_up(worker.due, why)
 
 

@@ -24,6 +24,8 @@ class Record:
     tokens_trained: int = 0
     trajectories_trained: int = 0
     tokens_wasted: int = 0
+    tokens_lost: int = 0
+    """Made by instances that died before they had sent them, about."""
     token_staleness: dict[int, int] = field(default_factory=dict[int, int])
     trajectory_staleness: dict[int, int] = field(default_factory=dict[int, int])
     trainer_busy_s: float = 0.0
@@ -89,6 +91,7 @@ class Record:
             "seconds_to_90": self.seconds_to_goal,
             "tokens_trained": self.tokens_trained,
             "tokens_wasted": self.tokens_wasted,
+            "tokens_lost": self.tokens_lost,
             "trained_tokens_per_s": self.tokens_trained / wall if wall else 0.0,
             "bound": self.bound,
             "max_staleness": max(ages, default=0),

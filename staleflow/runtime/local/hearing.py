@@ -51,19 +51,23 @@ class Hearing:
         run.watchdog.asked(child.name, "report", "its next report", now)
         if not run.training:
             self.early.append(message)
-        elif child.ready.is_set():
+        elif port.joined:
             run.control.on_report(message)
-        if not child.ready.is_set() and (not child.adopted or message.held is not None):
+        if not child.adopted or message.held is not None:
             child.ready.set()
-            if run.training:
-                run.control.join(port)
-            run.scaling.ready(child.name)
+            run.crew.optional.discard(child.name)  # it works: from now on the run counts on it
+        trusted = child.ready.is_set() and run.crew.restarts.trusted(child.name, now - port.since)
+        if run.training and trusted and not port.joined:
+            run.join(port)
+            if child.name in run.crew.leaving:
+                run.control.drain(child.name)
 
     def instance_ended(self, child: Child) -> None:
         run = self._run
         if (port := run.instances.get(child.name)) is not None:
             run.record.instance_busy_s += port.busy_s
             port.busy_s = 0.0
+            run.record.tokens_lost += port.unseen()
         if run.training:
             run.control.left(child.name)
 
@@ -162,3 +166,9 @@ class Hearing:
         count(run.record.failures, "reward", "service away")
         left = run.config.reward.patience_s - run.pool.away_s
         run.incidents.rarely("away", f"{why}; asked again for {left:.0f} s", run.loop.time())
+
+    def reward_worker_lost(self, why: str) -> None:
+        """One that was killed for its silence, or died by itself; another is started for the next response."""
+        run = self._run
+        count(run.record.restarts, "reward", why.partition(" (")[0] if "nonsense" in why else why)
+        run.incidents.rarely("reward worker", f"a reward worker was lost: {why}; started again", run.loop.time())

@@ -196,8 +196,6 @@ class LocalRun:
         return task
 
     def summary(self) -> dict[str, Any]:
-        if self.pool.replaced:
-            self.record.restarts["reward"] = dict(self.pool.replaced)
         return self.record.summary(self.server.ledger.counts()) | self._for_the_simulator()
 
     def _for_the_simulator(self) -> dict[str, Any]:
@@ -245,6 +243,7 @@ class LocalRun:
             stderr=self._log,
             decoder=decoder_of(config.data, self._model),
             on_away=self.hearing.reward_away,
+            on_lost=self.hearing.reward_worker_lost,
         )
         self.control = self._control()
 
@@ -296,6 +295,11 @@ class LocalRun:
 
     # Training
 
+    def join(self, port: RemoteInstance) -> None:
+        """From now on it gets work."""
+        port.joined = True
+        self.control.join(port)
+
     @property
     def ending(self) -> bool:
         """Whether the last step is made, or the run has been stopped or has failed."""
@@ -330,12 +334,12 @@ class LocalRun:
         self._counted_at = self._began
         for name, port in self.instances.items():
             if self.crew.children[name].ready.is_set():
-                self.control.join(port)
+                self.join(port)
+        self.trainer.reset()  # its clock begins now, and what it is fed from now on counts
         if self._resumed:
             self.control.recover(self.hearing.early)
         for name in self.crew.leaving:
             self.control.drain(name)
-        self.trainer.reset()  # its clock begins now
         steps = self.server.ledger.frontier if self.interrupted else self.config.steps
         self._cpu_before = {name: child.cpu_s for name, child in self.crew.children.items()}
         try:

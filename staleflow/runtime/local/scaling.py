@@ -67,12 +67,6 @@ class Scaling:
         for task in self._answering:
             task.cancel()
 
-    def ready(self, name: str) -> None:
-        """It works: from now on the run counts on it, unless it was adopted only to be drained."""
-        self._run.crew.optional.discard(name)
-        if self._run.training and name in self._run.crew.leaving:
-            self._run.control.drain(name)
-
     def given_up(self, name: str, why: str) -> None:
         """One that was added has never worked, and is not started again."""
         if name in self.names:
