@@ -6,10 +6,11 @@ import signal
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from staleflow.config import load
+from staleflow.config import Config, Rollout, load
 from staleflow.errors import RunError
 from staleflow.run.decisions import read_decisions
 from staleflow.run.directory import RunDirectory
@@ -33,6 +34,31 @@ def test_those_leave_that_have_the_least_to_prefill_again() -> None:
     work = {"i0": 0, "i1": 900, "i2": 0, "i10": 30, "i3": -1}
     assert lightest(work, work.__getitem__, 4) == ["i3", "i2", "i0", "i10"]
     assert lightest(work, work.__getitem__, -1) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "stay", "leave"),
+    [
+        ([], 2, ["i0", "i1"], set[str]()),
+        (["i0", "trainer", "i1"], 2, ["i0", "i1"], set[str]()),
+        (["i2", "i10", "evaluator"], 2, ["i2", "i10"], set[str]()),
+        (["i1"], 3, ["i1", "i0", "i2"], set[str]()),
+        (["i3", "i1", "i2"], 1, ["i1"], {"i2", "i3"}),
+    ],
+)
+def test_what_an_earlier_control_plane_left_is_adopted_and_what_is_too_much_is_drained(
+    found: list[str], wanted: int, stay: list[str], leave: set[str], tmp_path: Path
+) -> None:
+    run: Any = Mock()
+    run.config, run.directory, run.crew.leaving = (
+        Config(rollout=Rollout(instances=wanted)),
+        RunDirectory(tmp_path),
+        set(),
+    )
+    scaling = Scaling(run)
+    assert set(scaling.begin(found)) == {*stay, *leave}
+    assert scaling.names == stay
+    assert run.crew.leaving == leave
 
 
 @pytest.mark.processes
