@@ -22,6 +22,7 @@ class InstanceStatus:
     kv_total: int = 0
     alive: bool = True
     pulling: bool = False
+    leaving: bool = False
     tokens_per_s: float = 0.0
 
 

@@ -314,7 +314,11 @@ def _instance(each: InstanceStatus, names: int, kv: int, glyphs: Glyphs) -> Line
         (full, BUSY if load > 0.9 else GOOD),
         (empty, DIM),
         (f" {percent(load) if each.kv_total > 0 else '-':>6}", None),
-        ("  pulling", ACCENT) if each.pulling else (f"{number(each.tokens_per_s):>9}", None),
+        ("  leaving", BUSY)
+        if each.leaving
+        else ("  pulling", ACCENT)
+        if each.pulling
+        else (f"{number(each.tokens_per_s):>9}", None),
     ]
 
 
