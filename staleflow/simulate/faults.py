@@ -2,12 +2,12 @@
 
     arm(cluster, count=8)     # before cluster.run()
 
-Instances crash (and start again), hang, slow down, join late, or are told to leave, and report what cannot be true; every
-channel between two parts delays, repeats and reorders, alone or together with others; the trainer dies before its push,
-or after it and before it is announced, or hangs; reward workers do not answer, fail, or are away; the disk is full or
-slow; the machine of the control plane sleeps; the control plane is killed, at any time or at any event, and comes back
-from its journal, which has lost what was not synced or a part of it. Several of these happen at once. What must hold in
-spite of all that is in ``invariants.py``.
+Instances crash (and start again), hang, slow down, join late, or are told to leave, and report what cannot be true;
+every channel between two parts delays, repeats and reorders, alone or together with others; the trainer dies before its
+push, or after it and before it is announced, or hangs; reward workers do not answer, fail, or are away; the disk is
+full or slow; the machine of the control plane sleeps; the control plane is killed, at any time or at any event, and
+comes back from its journal, which has lost what was not synced or a part of it. Several of these happen at once. What
+must hold in spite of all that is in ``invariants.py``.
 """
 
 from __future__ import annotations
