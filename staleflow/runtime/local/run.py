@@ -243,6 +243,7 @@ class LocalRun:
             self.kept.recall(row)
         self.crew = self._crew(opened.standby)
         self.server.on_committed = self._committed
+        self.server.on_aborted = self._aborted
         self.outbox = Outbox(self.journal)
         self.journal.on_durable = self.outbox.waker(self.loop)
         self.trainer = RemoteTrainer(self.crew, self.server, asked=self.hearing.trainer_asked)
@@ -306,6 +307,7 @@ class LocalRun:
         for name in self.scaling.begin(self.crew.orphans):
             self.start_instance(name)
         self.crew.start("evaluator", "evaluator", self.hearing.evaluator, lambda _: self.evaluations.died())
+        self.crew.all_started()
         self.loop.call_later(ADOPTED_S, self.crew.give_up_adopted)
         await self.pool.start()
         await self.crew.all_ready()
