@@ -1,4 +1,4 @@
-"""What dead runs left on this machine: shared memory, half-written checkpoints and models. Never what a live one uses.
+"""What dead runs left on this machine: processes, shared memory, half-written checkpoints and models. Never what a live one uses.
 
     for each in leftovers(Path("runs"), Path("cache"), remove=False): print(each.kind, each.name, each.bytes)
 
@@ -42,13 +42,7 @@ def leftovers(
     with registry.locked():
         found += _stores(registry, shared, remove)
         found += _segments(registry, shared, remove)
-    return [
-        *_processes(runs, remove),
-        *_sockets(registry, remove),
-        *found,
-        *_drafts(runs, remove),
-        *_models(cache, remove),
-    ]
+    return [*found, *_sockets(registry, remove), *_drafts(runs, remove), *_models(cache, remove)]
 
 
 def _processes(runs: Path, remove: bool) -> Iterator[Leftover]:
