@@ -5,6 +5,7 @@ else comes through the ports. So the simulator runs it unchanged::
 
     control = ControlPlane(settings, server, trainer, rewards, prompts)
     control.join(instance)              # any time; it gets work once it holds a version
+    control.drain("i0")                 # any time; ``on_drained`` is called once all it had is back
     await control.run(steps=100)
 
 At the commit of the last version the run is over: from then on nothing that anybody says changes its state.
@@ -80,6 +81,8 @@ class ControlPlane:
         self.members: dict[str, Member] = {}
         self.watch = Watch(server, self.members, settings.strategies, settings.cost, settings.pull_s)
         self.on_decision: Callable[[float, Decision], None] = lambda _time, _decision: None
+        self.on_drained: Callable[[str], None] = lambda _: None
+        """An instance that was to leave holds nothing any more, and is no longer a member."""
         self.filter: Callable[[Group], str | None] = lambda _: None
         """Why a complete group is not worth training on, if it is not (no learning signal, say)."""
         self._prompts = prompts
@@ -152,6 +155,27 @@ class ControlPlane:
         if (member := self.members.get(name)) is not None and member.alive and not self.over:
             self._lose(member)
             self._changed()
+
+    def drain(self, name: str) -> None:
+        """An instance is to leave. What it has comes back with all its tokens and continues elsewhere."""
+        if (member := self.members.get(name)) is None or member.leaving or self.over:
+            return
+        member.leaving = member.touched = True
+        residents = list(member.residents.values())  # also those on their way back: the command may have been lost
+        commands: list[Command] = [Interrupt(each.name, name, "leaving") for each in residents]
+        self.on_decision(self._now(), Decision(commands, {"drain": name, "context": member.context}))
+        for each in residents:
+            self.server.interrupt(each.name)
+        if residents:
+            member.interrupt(residents)
+        self._changed()
+
+    def _let_go(self) -> None:
+        """Those that were to leave and hold nothing any more, because it came back, ended, was dropped or is lost."""
+        for name in [member.name for member in self.members.values() if member.leaving and not member.residents]:
+            del self.members[name]
+            self.watch.forget_table()
+            self.on_drained(name)
 
     def recover(self, reports: Iterable[Report] = (), trainer_there: bool = True) -> None:
         """The server has been replayed from the journal, and the instances that are there have joined: find out what
@@ -267,6 +291,7 @@ class ControlPlane:
         if self.over:
             return
         now = self._now()
+        self._let_go()
         self._admit()
         in_training = self.ledger.frontier > self.ledger.version
         self.watch.blocking.update([] if in_training else self.ledger.blocking(), now)
@@ -284,7 +309,7 @@ class ControlPlane:
         if (
             (self.server.waiting and any(member.has_place for member in self.members.values()))
             or (acts_on_tail and 0 < len(self.watch.blocking.groups) <= strategies.tail_groups)
-            or any(member.alive and member.holds < self.ledger.version for member in self.members.values())
+            or any(member.open and member.holds < self.ledger.version for member in self.members.values())
             or now >= self._look_at
         ):
             self._look_at = now + LOOK_S

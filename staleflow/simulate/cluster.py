@@ -86,6 +86,8 @@ class Cluster:
         """Called when the run starts, with the loop running: faults arm themselves here."""
         self.on_end: list[Callable[[], None]] = []
         """Called when the last step is committed, with the loop still running."""
+        self.leaving: set[str] = set()
+        """Instances that were told to leave."""
         self.down = False
         """Whether the control plane is dead."""
         self.standstill_s = STALL_S + self._longest_step_s()
@@ -219,6 +221,8 @@ class Cluster:
         else:
             self.control.recover(reports, trainer_there=False)
             to_trainer.send(self._trainer_connected)
+        for name in sorted(self.leaving):
+            self.control.drain(name)
 
     # Parts
 
@@ -229,6 +233,26 @@ class Cluster:
 
     def join(self, rollout: SimRollout) -> None:
         self.control.join(HeldInstance(Remote(rollout, self.network), self.outbox))
+
+    @property
+    def staying(self) -> list[SimRollout]:
+        return [each for each in self.rollouts if each.name not in self.leaving]
+
+    def add(self, speed: float = 1.0) -> None:
+        """One more instance, as by ``staleflow scale``."""
+        rollout = self.new_rollout(f"i{len(self.rollouts)}", speed)
+        self.rollouts.append(rollout)
+        if not self.down:
+            self.join(rollout)
+
+    def leave(self, rollout: SimRollout) -> None:
+        """Let an instance go, as by ``staleflow scale``: for good, once the control plane has drained it."""
+        self.leaving.add(rollout.name)
+        if not self.down:
+            self.control.drain(rollout.name)
+
+    def _drained(self, name: str) -> None:
+        next(each for each in self.rollouts if each.name == name).leave()
 
     def new_control(self, term: int) -> ControlPlane:
         setting = self.setting
@@ -251,6 +275,7 @@ class Cluster:
         trainer, rewards = HeldTrainer(self._trainer_link, outbox), HeldRewards(RewardLink(self), outbox)
         control = self.policy.control(settings, server, trainer, rewards, self, term)
         control.on_decision = self._decided
+        control.on_drained = lambda name: outbox.send(self._drained, name)
         control.filter = no_signal if setting.filter != "none" else control.filter
         return control
 

@@ -2,12 +2,12 @@
 
     arm(cluster, count=8)     # before cluster.run()
 
-Instances crash (and start again), hang, slow down, or join late, and report what cannot be true; every channel between
-two parts delays, repeats and reorders, alone or together with others; the trainer dies before its push, or after it and
-before it is announced, or hangs; reward workers do not answer, fail, or are away; the disk is full or slow; the machine
-of the control plane sleeps; the control plane is killed, at any time or at any event, and comes back from its journal,
-which has lost what was not synced or a part of it. Several of these happen at once. What must hold in spite of all that
-is in ``invariants.py``.
+Instances crash (and start again), hang, slow down, join late, or are told to leave, and report what cannot be true;
+every channel between two parts delays, repeats and reorders, alone or together with others; the trainer dies before its
+push, or after it and before it is announced, or hangs; reward workers do not answer, fail, or are away; the disk is
+full or slow; the machine of the control plane sleeps; the control plane is killed, at any time or at any event, and
+comes back from its journal, which has lost what was not synced or a part of it. Several of these happen at once. What
+must hold in spite of all that is in ``invariants.py``.
 """
 
 from __future__ import annotations
@@ -46,10 +46,16 @@ def slow_down(cluster: Cluster, random: Random) -> None:
 
 
 def late_join(cluster: Cluster, random: Random) -> None:
-    rollout = cluster.new_rollout(f"late{len(cluster.rollouts)}", random.uniform(0.5, 1.5))
-    cluster.rollouts.append(rollout)
-    if not cluster.down:
-        cluster.join(rollout)
+    cluster.add(random.uniform(0.5, 1.5))
+
+
+def scale(cluster: Cluster, random: Random) -> None:
+    """More or fewer instances; those that leave are drained first."""
+    wanted, there = random.randint(1, 5), cluster.staying
+    for _ in range(len(there), wanted):
+        cluster.add()
+    for rollout in random.sample(there, max(0, len(there) - wanted)):
+        cluster.leave(rollout)
 
 
 def lie(cluster: Cluster, random: Random) -> None:
@@ -154,6 +160,7 @@ FAULTS: dict[str, Fault] = {
             hang,
             slow_down,
             late_join,
+            scale,
             lie,
             bad_network,
             kill_trainer,

@@ -33,7 +33,7 @@ class Recorder:
     wasted: Counter[str] = field(default_factory=Counter[str])
     trained_prompts: Counter[int] = field(default_factory=Counter[int])
     given_up: set[int] = field(default_factory=set[int])
-    """Prompts that will not be drawn again: filtered, or nobody could score them."""
+    """Prompts that will not be drawn again: filtered, or their responses could not be scored."""
     violations: int = 0
     """Trained groups that hold a token older than the bound allows."""
     made: dict[str, int] = field(default_factory=dict[str, int])

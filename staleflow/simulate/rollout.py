@@ -31,6 +31,8 @@ class SimRollout:
         self.name = name
         self.engine = engine
         self.up = True
+        self.gone = False
+        """For good."""
         self.pulls = 0
         self.pull_seconds = 0.0
         self.born = loop.now
@@ -131,8 +133,15 @@ class SimRollout:
         self.engine.crash()
         self.up = False
 
+    def leave(self) -> None:
+        """End for good. If it was taken for dead while it hung, it still holds what others have by now."""
+        self.crash()
+        self.gone = True
+
     def restart(self) -> None:
         """Begin a new incarnation, with empty memory and no weights."""
+        if self.gone:
+            return
         self.down_seconds += self._loop.now - self._down_since
         self.up, self.engine.version = True, -1
         self._start(self.incarnation + 1)

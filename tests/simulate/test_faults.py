@@ -25,3 +25,14 @@ def test_without_faults_and_without_surplus_no_token_is_wasted(seed: int) -> Non
     strategies = replace(setting.strategies, tail="wait")
     lossless = replace(setting, redundancy=0, extra_members=0, filter="none", strategies=strategies)
     assert not run(seed, count=0, setting=lossless).recorder.wasted
+
+
+@pytest.mark.parametrize("seed", range(4000, 4060))
+def test_instances_that_join_and_leave_cost_no_token(seed: int) -> None:
+    """All that a leaving instance has comes back and continues elsewhere: nothing is wasted, nothing made again."""
+    setting = setting_of(seed)
+    strategies = replace(setting.strategies, tail="wait")
+    lossless = replace(setting, redundancy=0, extra_members=0, filter="none", strategies=strategies)
+    cluster = run(seed, count=8, setting=lossless, names=("scale", "scale", "scale", "bad_network"))
+    assert not cluster.recorder.wasted
+    assert len(cluster.rollouts) > lossless.instances or cluster.leaving
