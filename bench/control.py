@@ -50,6 +50,7 @@ from staleflow.runtime.local.link import Channel, SocketLink
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.local.run import CYCLE_S, LAZY_S
 from staleflow.runtime.outbox import HeldTrainer, Outbox
+from staleflow.runtime.patience import run_patiently
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer
@@ -376,7 +377,7 @@ def measure(seconds: float, repeats: int, rate: float) -> dict[str, float]:
     steps: list[float] = []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:  # a disk; /tmp may be memory
-            result, by_step = asyncio.run(Bench(Path(folder), rate).run(seconds))
+            result, by_step = run_patiently(Bench(Path(folder), rate).run(seconds))
         results.append(result)
         steps += by_step
     costs = {"all_us": statistics.median(steps), "best_us": min(steps), "target_us": TARGET_US}

@@ -79,6 +79,7 @@ def train(
     from staleflow.observe.terminal import TerminalView
     from staleflow.runtime.local.run import LocalRun
     from staleflow.runtime.local.status import status_of
+    from staleflow.runtime.patience import run_patiently
     from staleflow.tasks.opening import model_folder, open_task
 
     out = sys.stderr if quiet else sys.stdout
@@ -101,7 +102,7 @@ def train(
 
     run = LocalRun(config, directory, model, task, costs_from_geometry(config), checkpoint, show, view.note)
     try:
-        summary = asyncio.run(run.execute())
+        summary = run_patiently(run.execute())
     finally:
         view.close()
     summary |= {"interrupted": run.interrupted, "stopped_by": run.stopped_by, "run": str(directory.path)}

@@ -1,7 +1,7 @@
 """A run on this machine: the control plane in this process, every other role in one of its own.
 
     run = LocalRun(config, directory, model_folder, task, cost)
-    summary = asyncio.run(run.execute())
+    summary = run_patiently(run.execute())
 
 Processes that die or stand still are replaced, and nobody's work is lost: trajectories continue elsewhere, and a new
 trainer takes over the last version with everything that belongs to it. Whatever else ends a run (Ctrl-C, SIGTERM,
