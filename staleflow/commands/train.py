@@ -21,9 +21,11 @@ from staleflow.config import Config, ConfigError, check, differences, estimate, 
 from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
 from staleflow.reward.function import BAD_REWARD
+from staleflow.reward.options import Reward
 from staleflow.run.checkpoints import Choice, newest
 from staleflow.run.directory import RunDirectory
 from staleflow.run.resuming import prepared, resumable
+from staleflow.tasks.task import Problem
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells expect it."""
@@ -80,12 +82,13 @@ def train(
     from staleflow.runtime.local.run import LocalRun
     from staleflow.runtime.local.status import status_of
     from staleflow.runtime.patience import run_patiently
-    from staleflow.tasks.opening import model_folder, open_task
+    from staleflow.tasks.opening import first_problem, model_folder, open_source, open_task
 
     out = sys.stderr if quiet else sys.stdout
-    asyncio.run(try_reward(config))
+    source = open_source(config.data, config.seed)
+    asyncio.run(try_reward(config.reward, first_problem(source)))
     model = model_folder(config.model, config.cache, config.seed, lambda step, loss: _warming(step, loss, out))
-    task = open_task(config.data, model, config.seed, config.evaluation.problems)
+    task = open_task(config.data, source, model, config.seed, config.evaluation.problems)
     checkpoint = None
     if directory is None or choice is None:
         directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
@@ -116,28 +119,27 @@ def train(
     return summary
 
 
-async def try_reward(config: Config) -> None:
+async def try_reward(reward: Reward, problem: Problem) -> None:
     """Ask for one reward before anything heavy is loaded. One that is not a number would not be one in any step.
 
     An exception is let pass: it may be about the empty response, and real ones are retried and reported.
     """
     from staleflow.reward.pool import RewardPool
-    from staleflow.tasks.opening import first_problem
 
     answers: asyncio.Queue[str] = asyncio.Queue()
     pool = RewardPool(
-        replace(config.reward, workers=1, patience_s=0.0),
+        replace(reward, workers=1, patience_s=0.0),
         on_reward=lambda _name, _reward: answers.put_nowait(""),
         on_failure=lambda _name, why: answers.put_nowait(why),
     )
     try:
         await pool.start()
-        pool.submit("a try", first_problem(config.data, config.seed))
+        pool.submit("a try", problem)
         why = await answers.get()
     finally:
         await pool.close()
     if why.startswith(BAD_REWARD):
-        raise ConfigError(f"reward.function={config.reward.function}: {why}")
+        raise ConfigError(f"reward.function={reward.function}: {why}")
 
 
 def _warming(step: int, loss: float, out: TextIO) -> None:

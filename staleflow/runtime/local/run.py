@@ -251,6 +251,7 @@ class LocalRun:
         trainer = HeldTrainer(self._trainer, self.outbox, self.costs.finish.add)
         control = ControlPlane(settings, self.server, trainer, port, self.task.prompts, term=self._attempt)
         control.scoring.on_answer = self.costs.reward.add
+        control.reports.on_bad = self._bad_report
         control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
         control.filter = FILTERS.bound(config.filter, {}, config.filter_arguments)
         return control
@@ -284,6 +285,10 @@ class LocalRun:
                         self.control.join(port)
                 elif self.training:
                     self.control.on_report(message)
+
+    def _bad_report(self, instance: str, kind: str, why: str) -> None:
+        count(self.record.failures, "instance", kind)
+        self.incidents.rarely("report", f"{instance}: {kind}: {why}", self._loop.time())
 
     def _instance_ended(self, child: Child) -> None:
         if (port := self.instances.get(child.name)) is not None:

@@ -21,7 +21,7 @@ from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Limits
 from staleflow.study.measured import read_run
 from staleflow.tasks import adder
-from staleflow.tasks.opening import TaskSet, open_task
+from staleflow.tasks.opening import TaskSet, open_source, open_task
 from tests.runtime.local.rewards import evenness
 from tests.runtime.local.synchronous import Plain, train
 from tests.tiny_models import save_tiny
@@ -59,7 +59,7 @@ def configured(model: Path, runs: Path, *changes: str) -> Config:
 
 
 def task_of(config: Config, model: Path) -> TaskSet:
-    return open_task(config.data, model, config.seed, config.evaluation.problems)
+    return open_task(config.data, open_source(config.data, config.seed), model, config.seed, config.evaluation.problems)
 
 
 def run_once(
