@@ -282,6 +282,8 @@ class Report(msgspec.Struct, tag=True, array_like=True, frozen=True):
     failed: list[Failed] = []
     pulled: int | None = None
     costs: Costs = Costs()
+    held: list[tuple[str, int]] | None = None
+    """All trajectories (name, epoch) that it holds: the answer to ``TakeOver``."""
 
 
 # Other messages between the control plane and the processes of a run.
@@ -289,8 +291,35 @@ class Report(msgspec.Struct, tag=True, array_like=True, frozen=True):
 Role = Literal["instance", "trainer", "evaluator"]
 
 
+class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The first message over each connection of a process; what may not have been heard before is said again after it.
+
+    A process that loses its connection continues and connects again: the control plane may be back."""
+
+    name: str
+    incarnation: int
+    pid: int
+    set_up: bool
+    """Whether it has its ``Setup``."""
+    first: int
+    """Number of the message behind this one; a process counts all that it has ever sent, this one not, from 1."""
+
+
+class Kept(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Whatever came of the process's messages up to this number is durable: they need not be said again."""
+
+    number: int
+
+
+class TakeOver(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A control plane of this term has taken the place of the one before: say what you are and hold (an instance by a
+    report, the others by ``Ready``)."""
+
+    term: int
+
+
 class Setup(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The first message: what the process is to be."""
+    """The answer to ``Hello``: what the process is to be."""
 
     role: Role
     name: str
@@ -337,6 +366,8 @@ class Finish(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Every group of the step has been fed: update and publish."""
 
     step: int
+    groups: int = 0
+    """How many, if it is said: a trainer that was fed fewer must not make a version of them."""
 
 
 class Reset(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -400,7 +431,15 @@ class Evaluated(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Responses that could not be scored."""
     why: str
     """Message of the last of these failures."""
+    binary: bool = False
+    """Whether all rewards are 0 or 1, so that their mean is the accuracy."""
+    figures: dict[str, float] = {}
+    """By name: ``reward``, the mean; of several rewards each by its own name; ``pass@k`` where rewards are binary."""
+    trouble: str = ""
+    """Why the best version could not be kept."""
 
 
-ToProcess = Setup | Submit | Return | Drop | PullWeights | Feed | Finish | Reset | Save | Evaluate | Stop
-FromProcess = Ready | Moved | Report | Pushed | Trained | Saved | Evaluated | Broken
+ToProcess = (
+    Setup | TakeOver | Kept | Submit | Return | Drop | PullWeights | Feed | Finish | Reset | Save | Evaluate | Stop
+)
+FromProcess = Hello | Ready | Moved | Report | Pushed | Trained | Saved | Evaluated | Broken

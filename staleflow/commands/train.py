@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from staleflow import caller
 from staleflow.commands.common import Subparsers, add_settings, given_settings
 from staleflow.config import Config, ConfigError, check, differences, estimate, load, this_machine
 from staleflow.config.costs import costs_from_geometry
@@ -25,6 +27,7 @@ from staleflow.reward.options import Reward
 from staleflow.run.checkpoints import Choice, newest
 from staleflow.run.directory import RunDirectory
 from staleflow.run.resuming import prepared, resumable
+from staleflow.runtime.local.supervisor import Supervisor, supervised
 from staleflow.tasks.task import Problem
 
 INTERRUPTED = 130
@@ -42,8 +45,18 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Under a supervisor, which starts another control plane should this one die; not inside somebody's program."""
+    if options.is_program and not options.dry_run:
+        return supervised(lambda supervisor: run_once(options, supervisor))
+    return run_once(options)
+
+
+def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) -> int:
     wanted = given_settings(options)
-    if options.resume:
+    before = supervisor.run if supervisor is not None else None
+    if before is not None:
+        directory, config = RunDirectory.existing(before)
+    elif options.resume:
         directory, config = _resumed(Path(options.resume), wanted.source, wanted.words)
     else:
         directory, config = None, wanted.config()
@@ -62,7 +75,8 @@ def run(options: argparse.Namespace) -> int:
             for note in choice.notes:
                 print(f"staleflow: {note}", file=sys.stderr)
         name = wanted.source or LAPTOP
-        summary = train(config, directory, choice, held, name=name, plain=options.plain, quiet=options.json)
+        view = options.plain, options.json
+        summary = train(config, directory, choice, held, name, *view, supervisor)
     if options.json:
         print(json.dumps(summary))
     return INTERRUPTED if summary["interrupted"] else 0
@@ -74,8 +88,9 @@ def train(
     choice: Choice | None,
     held: ExitStack,
     name: str,
-    plain: bool,
-    quiet: bool,
+    plain: bool = False,
+    quiet: bool = False,
+    supervisor: Supervisor | None = None,
 ) -> dict[str, Any]:
     """Everything heavy happens in here. ``held``: until when a new run directory is owned."""
     from staleflow.observe.terminal import TerminalView
@@ -85,8 +100,10 @@ def train(
     from staleflow.tasks.opening import first_problem, model_folder, open_source, open_task
 
     out = sys.stderr if quiet else sys.stdout
+    again = supervisor is not None and supervisor.run is not None
     source = open_source(config.data, config.seed)
-    asyncio.run(try_reward(config.reward, first_problem(source)))
+    if not again:
+        asyncio.run(try_reward(config.reward, first_problem(source)))
     model = model_folder(config.model, config.cache, config.seed, lambda step, loss: _warming(step, loss, out))
     task = open_task(config.data, source, model, config.seed, config.evaluation.problems)
     checkpoint = None
@@ -94,7 +111,9 @@ def train(
         directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
     else:
         checkpoint = prepared(directory, config, choice, task.fingerprint, model)
-    print(f"run {directory.path}", file=out, flush=True)
+    caller.tell(caller.RUN, str(directory.path))
+    if not again:
+        print(f"run {directory.path}", file=out, flush=True)
     view = TerminalView(out, plain=plain)
 
     def show(run: LocalRun) -> None:
@@ -103,7 +122,8 @@ def train(
         if run.training:
             view.line(status)
 
-    run = LocalRun(config, directory, model, task, costs_from_geometry(config), checkpoint, show, view.note)
+    cost = costs_from_geometry(config)
+    run = LocalRun(config, directory, model, task, cost, checkpoint, show, view.note, supervisor)
     try:
         summary = run_patiently(run.execute())
     finally:
@@ -115,22 +135,24 @@ def train(
         print(f"staleflow: {directory.summary} cannot be written ({error.strerror})", file=sys.stderr)
     if not quiet:
         with suppress(OSError):  # the terminal is gone
-            print(told(summary, directory), flush=True)
+            print(summary_text(summary, directory), flush=True)
     return summary
 
 
 async def try_reward(reward: Reward, problem: Problem) -> None:
-    """Ask for one reward before anything heavy is loaded. One that is not a number would not be one in any step.
+    """Ask for one reward before anything heavy is loaded, and refuse a function that does not return a number.
 
     An exception is let pass: it may be about the empty response, and real ones are retried and reported.
     """
     from staleflow.reward.pool import RewardPool
 
     answers: asyncio.Queue[str] = asyncio.Queue()
+    silent = os.open(os.devnull, os.O_WRONLY)  # a failure here may be about the empty response only
     pool = RewardPool(
         replace(reward, workers=1, patience_s=0.0),
-        on_reward=lambda _name, _reward: answers.put_nowait(""),
+        on_reward=lambda _name, _reward, _parts: answers.put_nowait(""),
         on_failure=lambda _name, why: answers.put_nowait(why),
+        stderr=silent,
     )
     try:
         await pool.start()
@@ -138,8 +160,9 @@ async def try_reward(reward: Reward, problem: Problem) -> None:
         why = await answers.get()
     finally:
         await pool.close()
+        os.close(silent)
     if why.startswith(BAD_REWARD):
-        raise ConfigError(f"reward.function={reward.function}: {why}")
+        raise ConfigError(f"reward.function={', '.join(reward.functions)}: {why}")
 
 
 def _warming(step: int, loss: float, out: TextIO) -> None:
@@ -150,7 +173,7 @@ def _warming(step: int, loss: float, out: TextIO) -> None:
         print(f"  step {step:4}, loss {loss:.3f}", file=out, flush=True)
 
 
-def told(summary: dict[str, Any], directory: RunDirectory) -> str:
+def summary_text(summary: dict[str, Any], directory: RunDirectory) -> str:
     """The result in a few lines for people."""
     first, last = summary["accuracy_initial"], summary["accuracy_final"]
     lines = [
@@ -160,7 +183,8 @@ def told(summary: dict[str, Any], directory: RunDirectory) -> str:
         f"{summary['tokens_wasted']:,} tokens wasted",
     ]
     if first is not None and last is not None:
-        lines.insert(0, f"held-out accuracy {first:.1%} -> {last:.1%}")
+        means = f"accuracy {first:.1%} -> {last:.1%}" if summary["binary"] else f"mean reward {first:.4g} -> {last:.4g}"
+        lines.insert(0, f"held-out {means}")
     if summary["seconds_to_90"] is not None:
         lines[0] += f" (90 % after {summary['seconds_to_90']:.0f} s)"
     for what in ("restarts", "failures"):
@@ -170,6 +194,9 @@ def told(summary: dict[str, Any], directory: RunDirectory) -> str:
     if summary["interrupted"]:
         by = summary.get("stopped_by") or "Ctrl-C"
         lines.append(f"stopped by {by}; continue with: staleflow train --resume {directory.path}")
+    if (best := summary.get("best")) and (directory.checkpoints / "best").is_dir():
+        at = f"step {best['step']}, {best['figure']} {best['value']:.4g}"
+        lines.append(f"best: {directory.checkpoints / 'best'} ({at})")
     lines.append(f"model: {newest(directory.checkpoints)}")
     return "\n".join(lines)
 

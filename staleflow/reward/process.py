@@ -3,7 +3,7 @@
 A batch is sent in one system call, and all answers that are there are read in one. One timer limits the time of the job
 that the worker is busy with. ::
 
-    worker = Worker(command, stderr, timeout_s=10, listener=pool)
+    worker = Worker(*started(command, stderr), timeout_s=10, listener=pool)
     await worker.ready(timeout_s=60)            # RewardError if it cannot be
     worker.give(due, frame)                     # the listener gets each answer, then ``idle`` or ``lost``
     await worker.end()
@@ -54,16 +54,28 @@ class Listener(Protocol):
         ...
 
 
+def started(
+    command: Sequence[str], stderr: int | IO[bytes] | None, named: Sequence[str] = ()
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A new process, and the connection to it. ``named``: further environment variables that it sees."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            command,
+            stdin=theirs.fileno(),
+            stdout=theirs.fileno(),
+            stderr=stderr,
+            env=environment(named),
+            start_new_session=True,  # so that what the reward function starts can be killed with it
+        )
+    return ours, process
+
+
 class Worker:
     def __init__(
-        self,
-        command: Sequence[str],
-        stderr: int | IO[bytes] | None,
-        timeout_s: float,
-        listener: Listener,
-        named: Sequence[str] = (),
+        self, connection: socket.socket, process: subprocess.Popen[bytes] | None, timeout_s: float, listener: Listener
     ) -> None:
-        """``named``: further environment variables that it sees."""
+        """``process``: None if it ends with the connection (``forks.py``)."""
         self.due: deque[Due] = deque()
         """Jobs that it has not answered, in order."""
         self._loop = asyncio.get_running_loop()
@@ -78,17 +90,9 @@ class Worker:
         self._closed = False
         self._busy_since = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._socket, theirs = socket.socketpair()
+        self._process = process
+        self._socket = connection
         self._socket.setblocking(False)
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=stderr,
-                env=environment(named),
-                start_new_session=True,  # so that what the reward function starts can be killed with it
-            )
         self._loop.add_reader(self._socket, self._read)
 
     async def ready(self, timeout_s: float) -> None:
@@ -114,6 +118,8 @@ class Worker:
 
     async def last_words(self) -> str:
         """How it ended, once its output has ended."""
+        if self._process is None:
+            return "the reward worker ended"
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, LAST_WORDS_S)
         return f"the reward worker ended: {ending(self._process.returncode)}"
@@ -121,6 +127,8 @@ class Worker:
     async def end(self) -> None:
         """Kill it with everything that it started."""
         self._close()
+        if self._process is None:
+            return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.to_thread(self._process.wait)

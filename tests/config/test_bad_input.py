@@ -51,7 +51,7 @@ def test_unknown_names_propose_the_nearest(override: str, line: str) -> None:
         ("strategies.routing=best", "strategies.routing=best: write one of waterfall,"),
         ("training.schedule=never", "training.schedule=never: write one of constant, linear, cosine"),
         ("filter=some", "filter=some: write one of none, no-signal, or module:function"),
-        ("rollout.engine=vllm", "rollout.engine=vllm: write one of builtin, or module:function"),
+        ("rollout.engine=vllm", "rollout.engine=vllm: write one of builtin, or module:Class"),
         ("data.source=mystery", "data.source=mystery: write one of adder, a .jsonl file"),
         ("reward.function=rouge", "reward.function=rouge: write one of adder, exact-match"),
         ("reward.function=http://", "reward.function=http:// has no host"),
@@ -84,7 +84,6 @@ def test_wrong_types_say_the_value_and_what_to_write(override: str, line: str) -
         ("rollout.max_running=100000000000000", "is more than the tokens of rollout.kv_tokens: give at most"),
         ("evaluation.problems=100000000000", "is too high: give at most 1000000"),
         ("processes.threads=100000000", "is too high: give at most 1024"),
-        ("data.chat=true", "data.source=adder has no text to chat with"),
     ],
 )
 def test_a_bound_below_zero_and_other_values_out_of_range(override: str, line: str) -> None:

@@ -37,7 +37,7 @@ async def asked(options: Reward, names: list[str], on_away: Callable[[str], None
     found: dict[str, float | str] = {}
     done = asyncio.Event()
 
-    def hear(name: str, answer: float | str) -> None:
+    def hear(name: str, answer: float | str, _parts: tuple[float, ...] = ()) -> None:
         found[name] = answer
         if len(found) == len(names):
             done.set()

@@ -13,7 +13,8 @@ from staleflow.runtime.local.process import Child
 from staleflow.runtime.ports import Heard
 from staleflow.servers.lifecycle import Group
 from staleflow.servers.trajectories import TrajectoryServer
-from staleflow.types import Command, Feed, Fence, Finish, InstanceState, Report, Reset, Save
+from staleflow.types import Command, Feed, Fence, Finish, InstanceState, Report, Reset, Save, TrajectoryNews
+from staleflow.workers.rollout import STREAM_S
 
 
 class RemoteInstance:
@@ -23,7 +24,13 @@ class RemoteInstance:
         self.name = child.name
         self.tokens, self.busy_s = 0, 0.0
         """Generated, and seconds of steps."""
-        self._child = child
+        self._unseen = 0
+        """Tokens of those that it had not sent at its last report."""
+        self.since = _now()
+        self.joined = False
+        """Whether it may get work."""
+        self.child = child
+        self._held: list[tuple[str, int]] = []
         self._heard = Heard(_now(), incarnation, Fence(0, incarnation, 0), InstanceState(version=-1))
 
     @property
@@ -34,16 +41,25 @@ class RemoteInstance:
         self._heard = Heard(_now(), report.incarnation, report.applied, report.state)
         self.tokens += report.costs.tokens
         self.busy_s += report.costs.busy_s
+        if report.held is not None:
+            self._held = report.held
+        sent = sum(len(each.chunk.tokens) // 4 for each in _news(report) if each.chunk is not None)
+        self._unseen = max(0, self._unseen + report.costs.tokens - sent) if report.state.running else 0
+
+    def unseen(self) -> int:
+        """Tokens that it has made and not sent, about: they are lost if it is dead."""
+        since_s = min(_now() - self._heard.time, STREAM_S) if self.state.running else 0.0
+        return self._unseen + round(since_s * self.tokens / max(self.busy_s, 1e-9))
 
     def send(self, command: Command) -> None:
-        self._child.send(command)
+        self.child.send(command)
 
     def heard(self) -> Heard:
         return self._heard
 
     def held(self) -> list[tuple[str, int]]:
-        """A process never outlives the control plane that started it."""
-        return []
+        """When it was adopted; nothing if it was started by this control plane."""
+        return self._held
 
 
 class RemoteTrainer:
@@ -65,13 +81,17 @@ class RemoteTrainer:
         self._child: Child | None = None
         self._sent = 0
 
+    def made(self, version: int) -> None:
+        """It is safe, whoever says so and however late."""
+        self.version = max(self.version, version)
+
     def feed(self, step: int, groups: Sequence[Group]) -> None:
         rows = [self._server.rows([group]) for group in groups]
         tokens = sum(len(row.tokens) // 4 for group in rows for row in group)
         self._send(Feed(step, rows), "feed", f"gradients of step {step}", tokens)
 
     def finish(self, step: int) -> None:
-        self._send(Finish(step), "finish", f"update of step {step}")
+        self._send(Finish(step, len(self._server.leased)), "finish", f"update of step {step}")
 
     def reset(self) -> None:
         self._send(Reset())
@@ -98,6 +118,10 @@ class RemoteTrainer:
 
     def durable(self) -> int:
         return self.version
+
+
+def _news(report: Report) -> list[TrajectoryNews]:
+    return [*report.finished, *report.returned, *report.progress]
 
 
 def _now() -> float:
