@@ -132,9 +132,15 @@ def out_of_range(section: Any) -> Iterator[str]:
 
 
 def registries(section: Any) -> Iterator[tuple[Registry[Any], str, dict[str, Any]]]:
-    """For each field that names an entry of a registry: the registry, the name, and the arguments beside it."""
+    """For each field that names an entry of a registry: the registry, the name, and the arguments beside it. Of
+    several, each has arguments of its own (``names``, ``arguments_of``)."""
     for field, registry in _registries(type(section)):
-        yield registry, getattr(section, field), getattr(section, registry.arguments)
+        named = getattr(section, field)
+        if isinstance(named, str):
+            yield registry, named, getattr(section, registry.arguments)
+        else:
+            for name, each in zip(section.names, named, strict=True):
+                yield registry, each, section.arguments_of(name)
 
 
 def _unused_arguments(section: Any) -> Iterator[str]:

@@ -366,6 +366,8 @@ class Finish(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Every group of the step has been fed: update and publish."""
 
     step: int
+    groups: int = 0
+    """How many, if it is said: a trainer that was fed fewer must not make a version of them."""
 
 
 class Reset(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -429,6 +431,12 @@ class Evaluated(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Responses that could not be scored."""
     why: str
     """Message of the last of these failures."""
+    binary: bool = False
+    """Whether all rewards are 0 or 1, so that their mean is the accuracy."""
+    figures: dict[str, float] = {}
+    """By name: ``reward``, the mean; of several rewards each by its own name; ``pass@k`` where rewards are binary."""
+    trouble: str = ""
+    """Why the best version could not be kept."""
 
 
 ToProcess = (

@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from staleflow import caller
 from staleflow.commands.common import Subparsers, add_settings, given_settings
 from staleflow.config import Config, ConfigError, check, differences, estimate, load, this_machine
 from staleflow.config.costs import costs_from_geometry
@@ -105,6 +107,7 @@ def train(
         directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
     else:
         checkpoint = prepared(directory, config, choice, task.fingerprint, model)
+    caller.tell(caller.RUN, str(directory.path))
     if not again:
         print(f"run {directory.path}", file=out, flush=True)
     view = TerminalView(out, plain=plain)
@@ -141,10 +144,12 @@ async def try_reward(config: Config) -> None:
     from staleflow.tasks.opening import first_problem
 
     answers: asyncio.Queue[str] = asyncio.Queue()
+    silent = os.open(os.devnull, os.O_WRONLY)  # a failure here may be about the empty response only
     pool = RewardPool(
         replace(config.reward, workers=1, patience_s=0.0),
-        on_reward=lambda _name, _reward: answers.put_nowait(""),
+        on_reward=lambda _name, _reward, _parts: answers.put_nowait(""),
         on_failure=lambda _name, why: answers.put_nowait(why),
+        stderr=silent,
     )
     try:
         await pool.start()
@@ -152,8 +157,9 @@ async def try_reward(config: Config) -> None:
         why = await answers.get()
     finally:
         await pool.close()
+        os.close(silent)
     if why.startswith(BAD_REWARD):
-        raise ConfigError(f"reward.function={config.reward.function}: {why}")
+        raise ConfigError(f"reward.function={', '.join(config.reward.functions)}: {why}")
 
 
 def _warming(step: int, loss: float, out: TextIO) -> None:
@@ -174,7 +180,8 @@ def summary_text(summary: dict[str, Any], directory: RunDirectory) -> str:
         f"{summary['tokens_wasted']:,} tokens wasted",
     ]
     if first is not None and last is not None:
-        lines.insert(0, f"held-out accuracy {first:.1%} -> {last:.1%}")
+        means = f"accuracy {first:.1%} -> {last:.1%}" if summary["binary"] else f"mean reward {first:.4g} -> {last:.4g}"
+        lines.insert(0, f"held-out {means}")
     if summary["seconds_to_90"] is not None:
         lines[0] += f" (90 % after {summary['seconds_to_90']:.0f} s)"
     for what in ("restarts", "failures"):
@@ -184,6 +191,9 @@ def summary_text(summary: dict[str, Any], directory: RunDirectory) -> str:
     if summary["interrupted"]:
         by = summary.get("stopped_by") or "Ctrl-C"
         lines.append(f"stopped by {by}; continue with: staleflow train --resume {directory.path}")
+    if (best := summary.get("best")) and (directory.checkpoints / "best").is_dir():
+        at = f"step {best['step']}, {best['figure']} {best['value']:.4g}"
+        lines.append(f"best: {directory.checkpoints / 'best'} ({at})")
     lines.append(f"model: {newest(directory.checkpoints)}")
     return "\n".join(lines)
 

@@ -35,7 +35,9 @@ class Status:
     bound: int
     reward: float | None = None
     accuracy: Sequence[tuple[int, float]] = ()
-    """Held-out, 0..1, with the step it was measured at."""
+    """Mean reward on held-out problems, with the step it was measured at."""
+    binary: bool = True
+    """Whether all rewards are 0 or 1, so that their mean is the accuracy."""
     rewards: Sequence[float] = ()
     """Mean rewards of the last steps, oldest first."""
     max_staleness: int | None = None

@@ -47,7 +47,7 @@ def plain_line(status: Status) -> str:
     parts = [f"step {status.step}/{status.steps}", duration(status.seconds), f"reward {decimal(status.reward)}"]
     if status.accuracy:
         step, value = status.accuracy[-1]
-        parts.append(f"held-out {percent(value, 1)}" + (f" (step {step})" if step != status.step else ""))
+        parts.append(f"held-out {_mean(status, value)}" + (f" (step {step})" if step != status.step else ""))
     if status.max_staleness is not None:
         parts.append(f"staleness {_staleness(status)}")
     if status.tokens_trained:
@@ -232,13 +232,19 @@ def _held_out(status: Status, room: int, glyphs: Glyphs) -> Line:
     if not status.accuracy:
         return [_label("held-out"), (f"{'-':>8}", BOLD)]
     step, value = status.accuracy[-1]
-    line = spark([accuracy for _, accuracy in status.accuracy], room, 0.0, 1.0, glyphs)
+    limits = (0.0, 1.0) if status.binary else (None, None)
+    line = spark([accuracy for _, accuracy in status.accuracy], room, *limits, glyphs)
     return [
         _label("held-out"),
-        (f"{percent(value, 1):>8}  ", BOLD),
+        (f"{_mean(status, value):>8}  ", BOLD),
         (line.ljust(room), ACCENT),
         (f"  step {step}", DIM),
     ]
+
+
+def _mean(status: Status, value: float) -> str:
+    """A mean of rewards: a share where they are 0 or 1."""
+    return percent(value, 1) if status.binary else decimal(value)
 
 
 def _ages(status: Status, width: int, glyphs: Glyphs) -> list[Line]:

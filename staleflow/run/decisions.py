@@ -7,11 +7,13 @@
 
 Decisions that commanded nothing are left out. The log is bounded: a file that has reached ``MOST_BYTES`` becomes
 ``decisions.1.jsonl`` and replaces the one before it. Lines reach the file every few seconds, many at once because that
-is cheaper; so a run that is killed lacks its last ones. A disk that is full ends the log (``on_trouble`` hears why) and
-not the run.
+is cheaper; so a run that is killed lacks its last ones. On a full disk (``on_trouble`` hears of it once) the latest
+``MOST_WAITING`` wait in memory until there is room.
 """
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from staleflow.coordinator.decide import Decision, plain
 
 MOST_BYTES = 32 * 2**20
 """Of one of the two files."""
+MOST_WAITING = 4096
 FLUSH_S = 3.0
 
 
@@ -38,7 +41,7 @@ class DecisionLog:
     def __init__(self, path: Path, on_trouble: Callable[[str], None], most_bytes: int = MOST_BYTES) -> None:
         self.path = path
         self._on_trouble = on_trouble
-        self._broken = False
+        self._trouble = False
         self._most = most_bytes
         self._size = path.stat().st_size if path.exists() else 0
         self._begin = b"\n" if self._size else b""
@@ -47,7 +50,7 @@ class DecisionLog:
         self._flushed_at = 0.0
 
     def write(self, time: float, decision: Decision) -> None:
-        if not decision.commands or self._broken:
+        if not decision.commands:
             return
         self._waiting.append((time, decision))
         if time - self._flushed_at >= FLUSH_S:
@@ -58,12 +61,10 @@ class DecisionLog:
         """Put what was written into the file."""
         if not self._waiting:
             return
-        waiting, self._waiting = self._waiting, []
         text = self._begin + msgspec.json.Encoder().encode_lines(
             {"time": time, "inputs": decision.inputs, "commands": plain(decision.commands)}
-            for time, decision in waiting
+            for time, decision in self._waiting
         )
-        self._begin = b""
         try:
             if self._size + len(text) > self._most and self._size:
                 self.path.replace(older(self.path))
@@ -71,8 +72,16 @@ class DecisionLog:
             with self.path.open("ab") as file:
                 file.write(text)
         except OSError as error:
-            self._broken = True
-            self._on_trouble(f"{self.path} cannot be written ({error.strerror}): decisions are not recorded any more")
+            del self._waiting[:-MOST_WAITING]
+            with suppress(OSError):  # what did fit is written again, with the rest
+                os.truncate(self.path, self._size)
+            if not self._trouble:
+                self._on_trouble(
+                    f"{self.path} cannot be written ({error.strerror}): only the latest decisions are kept"
+                )
+            self._trouble = True
+            return
+        self._waiting, self._begin, self._trouble = [], b"", False
         self._size += len(text)
 
 

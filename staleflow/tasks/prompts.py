@@ -17,9 +17,9 @@ import numpy as np
 
 from staleflow.servers.payloads import TOKEN
 from staleflow.tasks.order import Order
-from staleflow.tasks.task import Problem, Split, Task, TaskError, digest
+from staleflow.tasks.task import Messages, Problem, Split, Task, TaskError, digest
 
-Encode = Callable[[str], Sequence[int]]
+Encode = Callable[[str | Messages], Sequence[int]]
 RECENT = 4096
 """Encoded prompts that are kept: a group needs its prompt several times within a short while."""
 
@@ -98,7 +98,7 @@ class TaskPrompts:
 
 
 def _encoded(problem: Problem, encode: Encode | None) -> Sequence[int]:
-    if not isinstance(problem.prompt, str):
+    if isinstance(problem.prompt, tuple):
         return problem.prompt
     if encode is None:
         raise TaskError("the task has text prompts: give the encode function of a tokenizer")

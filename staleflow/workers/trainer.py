@@ -106,7 +106,9 @@ class TrainerWorker:
             self._feed(step, groups)
             groups = []
             match message:
-                case Finish(step=finished):
+                case Finish(step=finished, groups=count):
+                    if count and (fed := sum(map(len, self._fed))) != count:
+                        raise ValueError(f"step {finished} has {count} groups, the trainer was fed {fed}")
                     self._finish(finished)
                 case Reset():
                     self.trainer.reset()

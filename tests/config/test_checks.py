@@ -56,7 +56,7 @@ def test_a_run_that_can_start_is_not_refused(tmp_path: Path, model: Path, data: 
 
 def test_a_missing_model(tmp_path: Path, data: Path) -> None:
     line = refused(settings(tmp_path, tmp_path / "none", data))
-    assert "no such folder: give adder, smollm2-135m, or a folder in Hugging Face format" in line
+    assert "no such folder: give adder, smollm2-135m, a folder in Hugging Face format" in line
     assert "no such folder" in refused(["model=no/such/model"]), "the model first, then what goes with it"
 
 
@@ -169,6 +169,7 @@ def test_a_package_that_is_missing(tmp_path: Path, model: Path, data: Path, monk
 def test_a_model_and_data_that_do_not_belong_together(tmp_path: Path, model: Path, data: Path) -> None:
     assert "which model=" in refused(settings(tmp_path, model, Path("adder"), "reward.function=adder"))
     assert "give a model" in refused(["model=adder", f"data.source={data}", "reward.function=last-number"])
+    assert "data.source=adder has no text to chat with" in refused(["data.chat=true"])
 
 
 def test_an_unwritable_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,11 +29,12 @@ class Desk:
     """Submits and collects the answers."""
 
     def __init__(self, options: Reward, decoder: str = "") -> None:
-        self.pool = RewardPool(options, self._answer, self._answer, decoder=decoder)
+        self.lost: list[str] = []
+        self.pool = RewardPool(options, self._answer, self._answer, decoder=decoder, on_lost=self.lost.append)
         self.answers: dict[str, float | str] = {}
         self._came = asyncio.Event()
 
-    def _answer(self, name: str, answer: float | str) -> None:
+    def _answer(self, name: str, answer: float | str, _parts: tuple[float, ...] = ()) -> None:
         assert name not in self.answers, "answered twice"
         self.answers[name] = answer
         self._came.set()
@@ -70,13 +71,13 @@ def test_bad_rewards_are_failures_with_a_reason_and_cost_no_other_response_anyth
             pool.pool.submit("unsendable", Problem("four", {"answer": object()}))
             answers = await pool.all(9)
             assert pool.pool.pending == 0
-            assert pool.pool.replaced.total() == 1
+            assert len(pool.lost) == 1
         assert answers["good"] == answers["good again"] == 0.5
         assert answers["nan"] == "the reward is nan: return a finite number"
         assert answers["infinite"] == "the reward is inf: return a finite number"
         assert answers["string"] == "the reward is '1.0', a str: return a number"
         assert "NoneType" in str(answers["none"])
-        assert answers["exception"] == "KeyError: 'no such\\nthing'"
+        assert answers["exception"] == "KeyError: 'no such\\nthing' (functions.py, line 30)"
         assert "exit code 3" in str(answers["crash"])
         assert "keep to JSON values" in str(answers["unsendable"])
 
@@ -89,7 +90,7 @@ def test_a_worker_that_hangs_is_killed_with_its_children_and_replaced(tmp_path: 
             pool.pool.submit("stuck", Problem("", {"file": str(tmp_path / "pid")}), text="hang with a child")
             pool.pool.submit("next", PROBLEM, text="good")
             assert await pool.all(2) == {"stuck": "the reward took more than 1 s", "next": 0.5}
-            assert pool.pool.replaced.total() == 1
+            assert len(pool.lost) == 1
         assert not alive(int((tmp_path / "pid").read_text()))
 
     run(main())
@@ -301,8 +302,8 @@ def test_a_listener_that_fails_stops_nobody() -> None:
         async with desk() as pool:
             hear = pool.pool._on_reward
 
-            def fail(name: str, reward: float) -> None:
-                hear(name, reward)
+            def fail(name: str, reward: float, parts: tuple[float, ...]) -> None:
+                hear(name, reward, parts)
                 raise RuntimeError("a mistake of the listener")
 
             pool.pool._on_reward = fail

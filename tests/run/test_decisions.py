@@ -1,5 +1,6 @@
 """The log of decisions: what was decided can be read again, the disk is not filled, and a full one harms nobody."""
 
+import resource
 from pathlib import Path
 
 from hypothesis import given
@@ -66,14 +67,23 @@ def test_a_line_that_a_killed_run_left_torn_is_skipped(tmp_path: Path) -> None:
     assert [row.time for row in read_decisions(path)] == [0.0, 1.0]
 
 
-def test_a_disk_that_cannot_be_written_ends_the_log_with_one_line_and_not_the_run(tmp_path: Path) -> None:
-    said: list[str] = []
-    log = DecisionLog(tmp_path / "gone" / "decisions.jsonl", said.append)
-    for time in range(3):
-        log.write(2.0 * time, Decision([Pull("i0", time)], {}))
+def test_decisions_wait_while_the_disk_is_full_and_are_neither_lost_torn_nor_written_twice(tmp_path: Path) -> None:
+    """After the first line that could not be written, no decision was recorded any more."""
+    path, said = tmp_path / "decisions.jsonl", list[str]()
+    log = DecisionLog(path, said.append)
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, most))  # as a full disk: a part is written, the rest is refused
+    try:
+        for time in range(20):
+            log.write(2.0 * time, Decision([Pull("i0", time)], {}))
+        full = [row.time for row in read_decisions(path)]
+        assert len(full) < 20
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
     log.flush()
+    assert [row.time for row in read_decisions(path)] == [2.0 * time for time in range(20)]
     assert len(said) == 1
-    assert "decisions.jsonl cannot be written" in said[0]
+    assert "decisions.jsonl cannot be written (File too large)" in said[0]
 
 
 def test_a_run_without_a_log_has_no_decisions(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.runtime.restarts import MOST, WITHIN_S, Restarts
+from staleflow.runtime.restarts import MOST, SOON_S, WITHIN_S, Restarts
 
 
 def test_a_week_long_run_does_not_end_at_its_fifth_death() -> None:
@@ -24,6 +24,22 @@ def test_one_that_dies_at_once_waits_longer_each_time_and_is_then_given_up() -> 
         now += 1 + wait
     assert waits == sorted(waits)
     assert len(waits) == MOST
+
+
+def test_one_that_dies_again_and_again_gets_no_work_before_it_has_stayed_up() -> None:
+    """It was given the work of the others as soon as it was back, only to lose it again."""
+    restarts = Restarts()
+    assert restarts.trusted("i0", 0.0)
+    trials: list[float] = []
+    for death in range(4):
+        restarts.started("i0", 100.0 * death)
+        restarts.died("i0", 100.0 * death + SOON_S - 1)
+        trials.append(next(up_s for up_s in range(100) if restarts.trusted("i0", up_s)))
+    assert trials[0] == 0
+    assert trials == sorted(set(trials)), "longer each time"
+    restarts.started("i0", 1000.0)
+    restarts.died("i0", 1000.0 + SOON_S + 1)
+    assert restarts.trusted("i0", 0.0), "it had run well"
 
 
 def test_each_process_is_counted_by_itself() -> None:

@@ -147,6 +147,15 @@ def test_reset_forgets_what_was_fed(base: Any) -> None:
     assert interrupted.out[-2].facts == straight.out[-2].facts
 
 
+def test_no_version_is_made_of_a_part_of_a_step(base: Any) -> None:
+    """After a resume it was made of those groups only that came after the order to forget the ones before."""
+    desk = Desk(base)
+    groups = step()
+    with pytest.raises(ValueError, match=rf"step 0 has {len(groups)} groups, the trainer was fed {len(groups) - 1}"):
+        desk.worker.handle([Feed(0, groups[:1]), Reset(), Feed(0, groups[1:]), Finish(0, len(groups))])
+    assert desk.trainer.version == 0
+
+
 def test_a_checkpoint_of_the_version_asked_for_is_written_once_and_can_be_loaded(base: Any, tmp_path: Path) -> None:
     desk = Desk(base)
     folder = tmp_path / "checkpoints" / "a"

@@ -50,17 +50,19 @@ class Hearing:
         run.watchdog.asked(child.name, "report", "its next report", now)
         if not run.training:
             self.early.append(message)
-        elif child.ready.is_set():
+        elif port.joined:
             run.control.on_report(message)
-        if not child.ready.is_set() and (not child.adopted or message.held is not None):
+        if not child.adopted or message.held is not None:
             child.ready.set()
-            if run.training:
-                run.control.join(port)
+        trusted = child.ready.is_set() and run.crew.restarts.trusted(child.name, now - port.since)
+        if run.training and trusted and not port.joined:
+            run.join(port)
 
     def instance_ended(self, child: Child) -> None:
         run = self._run
         if (port := run.instances.get(child.name)) is not None:
             run.record.instance_busy_s += port.busy_s
+            run.record.tokens_lost += port.unseen()
         if run.training:
             run.control.left(child.name)
 
@@ -127,16 +129,32 @@ class Hearing:
         if message.failed:
             what = f"{message.failed} held-out responses of version {message.version}"
             run.failed("evaluation", "responses not scored", f"{what} could not be scored, last: {message.why}")
+        if message.trouble:
+            run.failed("checkpoint", "best not written", message.trouble)
         if message.accuracy is None:
             return
-        run.record.evaluated(message.version, message.accuracy)
-        goal = run.config.stop_at
-        if goal is not None and message.accuracy >= goal and run.training:
+        run.record.evaluated(message.version, message.accuracy, message.figures, message.binary)
+        if (why := self._enough(message)) and run.training:
+            run.incidents.note(f"the run ends early: {why}")
+            run.stopped_early = why
             run.control.stop()
+
+    def _enough(self, message: Evaluated) -> str:
+        """Why the run need not continue, if so."""
+        config = self._run.config
+        goal, patience, figure = config.stop_at, config.evaluation.patience, config.evaluation.figure
+        value = message.figures.get(figure)
+        if value is None:
+            self._run.incidents.note(f"{figure} was not measured: it is for rewards of 0 and 1")
+        elif goal is not None and value >= goal:
+            return f"{figure} of version {message.version} is {value:.4g}, and stop_at={goal:g}"
+        elif patience and self._run.record.without_better(figure) >= patience:
+            return f"{figure} has not become better in {patience} evaluations (evaluation.patience)"
+        return ""
 
     # Reward workers
 
-    def reward(self, name: str, reward: float) -> None:
+    def reward(self, name: str, reward: float, _parts: tuple[float, ...]) -> None:
         self._failures = 0
         self.scored += 1
         self._run.control.on_scored(name, reward)
@@ -159,3 +177,9 @@ class Hearing:
         count(run.record.failures, "reward", "service away")
         left = run.config.reward.patience_s - run.pool.away_s
         run.incidents.rarely("away", f"{why}; asked again for {left:.0f} s", run.loop.time())
+
+    def reward_worker_lost(self, why: str) -> None:
+        """One that was killed for its silence, or died by itself; another is started for the next response."""
+        run = self._run
+        count(run.record.restarts, "reward", why.partition(" (")[0] if "nonsense" in why else why)
+        run.incidents.rarely("reward worker", f"a reward worker was lost: {why}; started again", run.loop.time())

@@ -13,7 +13,8 @@ from staleflow.runtime.local.process import Child
 from staleflow.runtime.ports import Heard
 from staleflow.servers.lifecycle import Group
 from staleflow.servers.trajectories import TrajectoryServer
-from staleflow.types import Command, Feed, Fence, Finish, InstanceState, Report, Reset, Save
+from staleflow.types import Command, Feed, Fence, Finish, InstanceState, Report, Reset, Save, TrajectoryNews
+from staleflow.workers.rollout import STREAM_S
 
 
 class RemoteInstance:
@@ -23,6 +24,11 @@ class RemoteInstance:
         self.name = child.name
         self.tokens, self.busy_s = 0, 0.0
         """Generated, and seconds of steps."""
+        self._unseen = 0
+        """Tokens of those that it had not sent at its last report."""
+        self.since = _now()
+        self.joined = False
+        """Whether it may get work."""
         self.child = child
         self._held: list[tuple[str, int]] = []
         self._heard = Heard(_now(), incarnation, Fence(0, incarnation, 0), InstanceState(version=-1))
@@ -37,6 +43,13 @@ class RemoteInstance:
         self.busy_s += report.costs.busy_s
         if report.held is not None:
             self._held = report.held
+        sent = sum(len(each.chunk.tokens) // 4 for each in _news(report) if each.chunk is not None)
+        self._unseen = max(0, self._unseen + report.costs.tokens - sent) if report.state.running else 0
+
+    def unseen(self) -> int:
+        """Tokens that it has made and not sent, about: they are lost if it is dead."""
+        since_s = min(_now() - self._heard.time, STREAM_S) if self.state.running else 0.0
+        return self._unseen + round(since_s * self.tokens / max(self.busy_s, 1e-9))
 
     def send(self, command: Command) -> None:
         self.child.send(command)
@@ -78,7 +91,7 @@ class RemoteTrainer:
         self._send(Feed(step, rows), "feed", f"gradients of step {step}", tokens)
 
     def finish(self, step: int) -> None:
-        self._send(Finish(step), "finish", f"update of step {step}")
+        self._send(Finish(step, len(self._server.leased)), "finish", f"update of step {step}")
 
     def reset(self) -> None:
         self._send(Reset())
@@ -105,6 +118,10 @@ class RemoteTrainer:
 
     def durable(self) -> int:
         return self.version
+
+
+def _news(report: Report) -> list[TrajectoryNews]:
+    return [*report.finished, *report.returned, *report.progress]
 
 
 def _now() -> float:

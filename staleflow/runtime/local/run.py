@@ -57,7 +57,7 @@ from staleflow.servers.database import JournalError
 from staleflow.servers.filters import FILTERS
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.weights import claim, standby_of
-from staleflow.tasks.opening import TaskSet, decoder_of
+from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
 from staleflow.types import Evaluate, Trained
 
 __all__ = ["LocalRun", "RunError"]
@@ -100,6 +100,8 @@ class LocalRun:
         self.interrupted = False
         self.stopped_by = ""
         """The signal."""
+        self.stopped_early = ""
+        """Why an evaluation ended the run."""
         self.incidents = Incidents(tell)
         self.watchdog = Watchdog(lost_s=config.processes.hung_s)
         self._model = model
@@ -190,9 +192,10 @@ class LocalRun:
         return task
 
     def summary(self) -> dict[str, Any]:
-        if self.pool.replaced:
-            self.record.restarts["reward"] = dict(self.pool.replaced)
-        return self.record.summary(self.server.ledger.counts()) | self._for_the_simulator()
+        best = self.record.best(figure := self.config.evaluation.figure)
+        found = None if best is None else {"step": best[0], "figure": figure, "value": best[1]}
+        ended = {"best": found, "stopped_early": self.stopped_early}
+        return self.record.summary(self.server.ledger.counts()) | ended | self._for_the_simulator()
 
     def _for_the_simulator(self) -> dict[str, Any]:
         """How large the run was and what things took: what ``staleflow.study.measured`` reads."""
@@ -239,6 +242,7 @@ class LocalRun:
             stderr=self._log,
             decoder=decoder_of(config.data, self._model),
             on_away=self.hearing.reward_away,
+            on_lost=self.hearing.reward_worker_lost,
         )
         self.control = self._control()
 
@@ -252,7 +256,8 @@ class LocalRun:
 
     def _control(self) -> ControlPlane:
         config = self.config
-        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes)
+        cut = was_cut(self.task, config.rollout.stop_strings)
+        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes, cut)
         settings = Settings(
             config.strategies,
             self._cost,
@@ -284,6 +289,11 @@ class LocalRun:
 
     # Training
 
+    def join(self, port: RemoteInstance) -> None:
+        """From now on it gets work."""
+        port.joined = True
+        self.control.join(port)
+
     @property
     def loss(self) -> float | None:
         """Of the latest step."""
@@ -312,10 +322,10 @@ class LocalRun:
         self._began, self._cpu_began = time.monotonic(), time.process_time()
         for name, port in self.instances.items():
             if self.crew.children[name].ready.is_set():
-                self.control.join(port)
+                self.join(port)
+        self.trainer.reset()  # its clock begins now, and what it is fed from now on counts
         if self._resumed:
             self.control.recover(self.hearing.early)
-        self.trainer.reset()  # its clock begins now
         steps = self.server.ledger.frontier if self.interrupted else self.config.steps
         cpu = {name: child.cpu_s for name, child in self.crew.children.items()}
         try:

@@ -24,6 +24,7 @@ def status_of(run: LocalRun) -> Status:
         bound=run.config.staleness,
         reward=record.rewards[-1] if record.rewards else None,
         accuracy=[(version, accuracy) for version, _, accuracy in record.accuracy],
+        binary=record.binary,
         rewards=record.rewards[-RECENT:],
         max_staleness=max(ages, default=0),
         mean_staleness=sum(age * count for age, count in ages.items()) / trained,

@@ -140,7 +140,9 @@ def test_nothing_is_lost_or_repeated_by_killed_instances_ctrl_c_and_a_resume(mod
     assert summary["groups_committed"] == 12 * GROUPS
     assert summary["groups_released"] == {}
     assert summary["max_staleness"] <= 2
-    assert [row["step"] for row in read_metrics(directory.metrics)] == list(range(12))
+    rows = read_metrics(directory.metrics)
+    assert [row["step"] for row in rows] == list(range(12))
+    assert {row["groups"] for row in rows} == {GROUPS}, "also the first one after the resume"
     trained = [name for life in (1, 2) for name in committed(directory.journal(life))]
     assert len(trained) == len(set(trained)) == 12 * GROUPS
 
