@@ -23,6 +23,7 @@ from staleflow.caller import REWARDS, RUN
 from staleflow.config import Config, ConfigError, load, to_yaml
 from staleflow.config.convert import leaves, to_tree
 from staleflow.config.text import render_flow
+from staleflow.errors import StaleFlowError
 from staleflow.reward.forks import Forks
 from staleflow.reward.options import PYTHON, Reward
 from staleflow.run.directory import RunDirectory
@@ -112,7 +113,14 @@ def _follow(command: Command, steps: Steps) -> None:
             if asked:  # for the second time: it does not wait for its step
                 raise
             asked = True
-    command.result()
+    try:
+        code, _ = command.result()
+    except StaleFlowError as error:
+        if asked:  # before there was anything to continue
+            raise KeyboardInterrupt(str(error)) from error
+        raise
+    if code and not steps.known:
+        raise KeyboardInterrupt
 
 
 def _changes(before: Config, after: Config) -> list[str]:

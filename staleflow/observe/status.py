@@ -22,6 +22,7 @@ class InstanceStatus:
     kv_total: int = 0
     alive: bool = True
     pulling: bool = False
+    leaving: bool = False
     tokens_per_s: float = 0.0
 
 
@@ -57,6 +58,12 @@ class Status:
     instances: tuple[InstanceStatus, ...] = ()
     waiting_for: str = ""
     loss: float | None = None
+    cut: float | None = None
+    """The share of responses of the latest step that a length limit ended."""
+    without_signal: float | None = None
+    """The share of groups of the latest step whose rewards are all equal."""
+    left_out: float = 0.0
+    """The share of prompts of the data that are too long, or empty."""
     notes: tuple[str, ...] = ()
     first_step: int = 0
     """Where this process began: a resumed run's seconds cover only the steps from there."""

@@ -58,6 +58,8 @@ def plain_line(status: Status) -> str:
         parts.append(f"idle {percent(status.trainer_idle)}")
     if status.loss is not None:
         parts.append(f"loss {decimal(status.loss, 4)}")
+    shares = (("cut", status.cut), ("no signal", status.without_signal), ("left out", status.left_out))
+    parts += [f"{name} {percent(share)}" for name, share in shares if share]
     down = [each.name for each in status.instances if not each.alive]
     if down:
         parts.append(f"down: {', '.join(down)}")
@@ -216,8 +218,14 @@ def _summary(status: Status, width: int, glyphs: Glyphs) -> list[Line]:
     tokens = f"{number(status.tokens_trained)} trained, {number(status.trained_tokens_per_s)}/s"
     if status.wasted is not None:
         tokens += f", {percent(status.wasted)} wasted"
+    if status.cut:
+        tokens += f", {percent(status.cut)} of responses cut"
     shares = f"idle {percent(status.trainer_idle)}, control {percent(status.control_overhead)}   "
     groups = f"{number(status.groups_ready)} ready, {number(status.groups_in_flight)} in flight"
+    if status.without_signal:
+        groups += f", {percent(status.without_signal)} without signal"
+    if status.left_out:
+        groups += f", {percent(status.left_out)} of prompts left out"
     return [
         reward,
         _held_out(status, room, glyphs),
@@ -306,7 +314,11 @@ def _instance(each: InstanceStatus, names: int, kv: int, glyphs: Glyphs) -> Line
         (full, BUSY if load > 0.9 else GOOD),
         (empty, DIM),
         (f" {percent(load) if each.kv_total > 0 else '-':>6}", None),
-        ("  pulling", ACCENT) if each.pulling else (f"{number(each.tokens_per_s):>9}", None),
+        ("  leaving", BUSY)
+        if each.leaving
+        else ("  pulling", ACCENT)
+        if each.pulling
+        else (f"{number(each.tokens_per_s):>9}", None),
     ]
 
 

@@ -21,6 +21,7 @@ class TrainedStep:
     tokens: int
     prompt_tokens: int
     lengths: list[int]
+    groups: list[str]
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class Recorder:
                 self._ended[member.name] = "too late"
             self.group_staleness[step - oldest] += 1
             self.violations += step - oldest > self.bound
-        self.steps.append(TrainedStep(step, time, tokens, prompt_tokens, lengths))
+        self.steps.append(TrainedStep(step, time, tokens, prompt_tokens, lengths, [each.name for each in groups]))
 
     def aborted(self, trajectory: Trajectory, reason: str) -> None:
         self.wasted[reason] += self.made.pop(trajectory.name, 0)

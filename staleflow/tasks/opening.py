@@ -48,6 +48,22 @@ class TaskSet:
     max_prompt_tokens: int
 
     @property
+    def size(self) -> int | None:
+        """Problems to train on; None: endless."""
+        return self.prompts.order.size if isinstance(self.prompts, DataPrompts) else None
+
+    @property
+    def left_out(self) -> int:
+        """Problems whose prompts are too long, or empty."""
+        return self.prompts.skipped if isinstance(self.prompts, DataPrompts) else 0
+
+    def about(self) -> str:
+        """In one line."""
+        size = "endless problems" if self.size is None else f"{self.size:,} problems"
+        out = f"; {self.left_out:,} are left out: empty, or longer than data.max_prompt_tokens={self.max_prompt_tokens}"
+        return f"{size} to train on, {len(self.held_out):,} held out{out if self.left_out else ''}"
+
+    @property
     def fingerprint(self) -> str:
         """Equal for two sets in which every number stands for the same prompt."""
         return self.prompts.fingerprint

@@ -204,6 +204,16 @@ def test_plain_lines_by_example() -> None:
         "1.24M tokens, 5.31k/s  wasted 1.2 %  idle 4.0 %  loss -0.0123  down: rollout-2  waits for 2 groups of step 42"
     )
     assert "loss nan" in plain_line(replace(STATUS, loss=math.nan))
+    assert "held-out 0.842 (step 40)" in plain_line(replace(STATUS, binary=False)), "no share where it is not one"
+    shares = plain_line(replace(STATUS, cut=0.8, without_signal=0.75, left_out=0.05))
+    assert "cut 80 %  no signal 75 %  left out 5.0 %" in shares
+
+
+def test_the_view_shows_what_is_cut_without_signal_and_left_out() -> None:
+    status = replace(STATUS, cut=0.8, without_signal=0.75, left_out=0.05)
+    shown = "\n".join("".join(text for text, _ in line) for line in terminal.layout(status, 120, 40))
+    assert "80 % of responses cut" in shown
+    assert "75 % without signal, 5.0 % of prompts left out" in shown
 
 
 # The view
