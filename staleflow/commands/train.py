@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from staleflow import caller
 from staleflow.commands.common import Subparsers, add_settings, given_settings
-from staleflow.config import Config, ConfigError, check, differences, estimate, load, this_machine
+from staleflow.config import Config, ConfigError, check, differences, estimate, load, settled, this_machine
 from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
 from staleflow.reward.function import BAD_REWARD
@@ -58,11 +58,15 @@ def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) 
         directory, config = _resumed(Path(options.resume), wanted.source, wanted.words)
     else:
         directory, config = None, wanted.config()
-    machine = this_machine()
-    needs = estimate(config, machine)
-    if options.dry_run:  # also of what does not fit, which is then refused
-        print(json.dumps(needs.facts()) if options.json else needs.text())
-    check(config, machine)
+    if before is None:  # otherwise it fits: its processes are there
+        machine = this_machine()
+        config, note = settled(config, machine)
+        if options.dry_run:  # also of what does not fit, which is then refused
+            needs = estimate(config, machine)
+            print(json.dumps(needs.facts()) if options.json else needs.text())
+        check(config, machine)
+        if note:
+            print(f"staleflow: {note}", file=sys.stderr)
     if options.dry_run:
         return 0
     with ExitStack() as held:
@@ -107,6 +111,9 @@ def train(
         directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
     else:
         checkpoint = prepared(directory, config, choice, task.fingerprint, model)
+        if not again:
+            where = f" from {checkpoint.name}" if checkpoint is not None else ""
+            print(f"continues{where} with {config.rollout.instances} instances", file=out)
     caller.tell(caller.RUN, str(directory.path))
     if not again:
         print(f"run {directory.path}", file=out)
@@ -186,6 +193,9 @@ def summary_text(summary: dict[str, Any], directory: RunDirectory) -> str:
         lines.insert(0, f"held-out {means}")
     if summary["seconds_to_90"] is not None:
         lines[0] += f" (90 % after {summary['seconds_to_90']:.0f} s)"
+    if scaled := summary.get("scaled"):
+        each = (f"{change['from']} -> {change['to']} at step {change['step']}" for change in scaled)
+        lines.append(f"instances: {', '.join(each)}")
     for what in ("restarts", "failures"):
         if counts := summary.get(what):
             each = (f"{n} {name} ({why})" for name, reasons in counts.items() for why, n in reasons.items())

@@ -21,7 +21,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from staleflow.errors import StaleFlowError
+from staleflow.errors import StaleFlowError, shown
 from staleflow.reward.options import PYTHON, REWARDS, Reward
 from staleflow.tasks.task import Problem
 
@@ -102,7 +102,7 @@ def checked(value: Any) -> float:
         except (ValueError, RuntimeError):
             raise RewardError(f"{BAD_REWARD}an array of several numbers: return one") from None
     if not isinstance(value, int | float):
-        raise RewardError(f"{BAD_REWARD}{_short(value)}, a {type(value).__name__}: return a number")
+        raise RewardError(f"{BAD_REWARD}{shown(value)}, a {type(value).__name__}: return a number")
     try:
         number = float(value)
     except OverflowError:
@@ -110,8 +110,3 @@ def checked(value: Any) -> float:
     if not math.isfinite(number):
         raise RewardError(f"{BAD_REWARD}{number}: return a finite number")
     return number
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."

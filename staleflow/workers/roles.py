@@ -71,7 +71,7 @@ def _trainer(setup: Setup, link: Link) -> Any:
     config = load(str(Path(setup.run) / "config.yaml"), [])
     trainer = build(setup.model, config.trainer_options())
     weights = _store(setup, setup.store, config.rollout.dtype)
-    kept = Standby(_store(setup, standby_of(setup.store)), Path(setup.run)) if config.processes.standby else None
+    kept = Standby(_store(setup, standby_of(setup.store)), Path(setup.run)) if config.processes.with_standby else None
     stores = [weights] if kept is None else [weights, kept]
     worker = TrainerWorker(trainer, weights, link.send, Path(setup.model), kept)
     if not worker.revive() and setup.checkpoint:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from staleflow.observe import terminal
 from staleflow.observe.status import InstanceStatus, Status
-from staleflow.observe.terminal import TerminalView, plain_line, render
+from staleflow.observe.terminal import StatusView, TerminalView, plain_line
 
 INSTANCES = (
     InstanceStatus("rollout-0", 41, 16, 0, 9000, 65536, tokens_per_s=1234.5),
@@ -62,7 +62,7 @@ class Clock:
 def drawn(status: Status, width: int, height: int = 40, encoding: str = "utf-8") -> list[str]:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, newline="\n")
-    Console(file=file, width=width, height=height, force_terminal=False).print(render(status))
+    Console(file=file, width=width, height=height, force_terminal=False).print(StatusView(status))
     file.flush()
     return raw.getvalue().decode(encoding).split("\n")[:-1]
 
@@ -223,7 +223,7 @@ def test_a_file_gets_one_plain_line_per_step_and_no_escape_codes(monkeypatch: py
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich would take any file for a terminal
     file = io.StringIO()
     with TerminalView(file) as view:
-        assert not view.live
+        assert view._live is None
         for step in (1, 1, 2):
             view.update(replace(STATUS, step=step))
             view.line(replace(STATUS, step=step))

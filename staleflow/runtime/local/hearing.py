@@ -43,6 +43,7 @@ class Hearing:
         run, now = self._run, self._run.loop.time()
         port = run.instances.get(child.name)
         if port is None or port.child is not child:
+            run.count_instances()
             port = run.instances[child.name] = RemoteInstance(child, child.setup.incarnation)
         port.hear(message)
         run.costs.hear(message.costs)
@@ -54,14 +55,18 @@ class Hearing:
             run.control.on_report(message)
         if not child.adopted or message.held is not None:
             child.ready.set()
+            run.crew.optional.discard(child.name)  # it works: from now on the run counts on it
         trusted = child.ready.is_set() and run.crew.restarts.trusted(child.name, now - port.since)
         if run.training and trusted and not port.joined:
             run.join(port)
+            if child.name in run.crew.leaving:
+                run.control.drain(child.name)
 
     def instance_ended(self, child: Child) -> None:
         run = self._run
         if (port := run.instances.get(child.name)) is not None:
             run.record.instance_busy_s += port.busy_s
+            port.busy_s = 0.0
             run.record.tokens_lost += port.unseen()
         if run.training:
             run.control.left(child.name)

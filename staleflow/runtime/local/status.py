@@ -60,5 +60,6 @@ def _instance(run: LocalRun, name: str) -> InstanceStatus:
         kv_total=state.kv_total,
         alive=member is not None and member.alive,
         pulling=member is not None and member.pulling is not None,
+        leaving=member is not None and member.leaving,
         tokens_per_s=port.tokens / run.seconds if run.seconds else 0.0,
     )
