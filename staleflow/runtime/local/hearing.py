@@ -180,7 +180,8 @@ class Hearing:
         if (away_s := run.pool.away_s) >= run.config.reward.patience_s > 0:
             run.crew.fail(f"the reward service has been away for {away_s:.0f} s (reward.patience_s), last: {why}")
         elif self._failures >= MOST_FAILURES:
-            run.crew.fail(f"the reward failed {self._failures} times in a row, last: {why}")
+            log = run.directory.log("reward")
+            run.crew.fail(f"the reward failed {self._failures} times in a row, last: {why} (see {log})")
         run.control.on_score_failed(name, why)
 
     def reward_away(self, why: str) -> None:
