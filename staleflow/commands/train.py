@@ -10,21 +10,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from staleflow import caller
 from staleflow.commands.common import Subparsers, add_settings, given_settings
 from staleflow.config import Config, ConfigError, check, differences, estimate, load, settled, this_machine
 from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
 from staleflow.reward.function import BAD_REWARD
+from staleflow.reward.options import Reward
 from staleflow.run.checkpoints import Choice, newest
 from staleflow.run.directory import RunDirectory
 from staleflow.run.resuming import prepared, resumable
 from staleflow.runtime.local.supervisor import Supervisor, supervised
+from staleflow.tasks.task import Problem
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells expect it."""
@@ -96,14 +100,16 @@ def train(
     from staleflow.observe.terminal import TerminalView
     from staleflow.runtime.local.run import LocalRun
     from staleflow.runtime.local.status import status_of
-    from staleflow.tasks.opening import model_folder, open_task
+    from staleflow.runtime.patience import run_patiently
+    from staleflow.tasks.opening import first_problem, model_folder, open_source, open_task
 
     out = sys.stderr if quiet else sys.stdout
     again = supervisor is not None and supervisor.run is not None
+    source = open_source(config.data, config.seed)
     if not again:
-        asyncio.run(try_reward(config))
+        asyncio.run(try_reward(config.reward, first_problem(source)))
     model = model_folder(config.model, config.cache, config.seed, lambda step, loss: _warming(step, loss, out))
-    task = open_task(config.data, model, config.seed, config.evaluation.problems)
+    task = open_task(config.data, source, model, config.seed, config.evaluation.problems)
     checkpoint = None
     if directory is None or choice is None:
         directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
@@ -112,8 +118,10 @@ def train(
         if not again:
             where = f" from {checkpoint.name}" if checkpoint is not None else ""
             print(f"continues{where} with {config.rollout.instances} instances", file=out)
+    caller.tell(caller.RUN, str(directory.path))
     if not again:
-        print(f"run {directory.path}", file=out, flush=True)
+        print(f"run {directory.path}", file=out)
+        print(f"data: {task.about()}", file=out, flush=True)
     view = TerminalView(out, plain=plain)
 
     def show(run: LocalRun) -> None:
@@ -125,9 +133,10 @@ def train(
     cost = costs_from_geometry(config)
     run = LocalRun(config, directory, model, task, cost, checkpoint, show, view.note, supervisor)
     try:
-        summary = asyncio.run(run.execute())
+        summary = run_patiently(run.execute())
     finally:
         view.close()
+    summary |= {"problems": task.size, "problems_left_out": task.left_out, "held_out": len(task.held_out)}
     summary |= {"interrupted": run.interrupted, "stopped_by": run.stopped_by, "run": str(directory.path)}
     try:
         directory.write(directory.summary, summary)
@@ -139,28 +148,30 @@ def train(
     return summary
 
 
-async def try_reward(config: Config) -> None:
+async def try_reward(reward: Reward, problem: Problem) -> None:
     """Ask for one reward before anything heavy is loaded, and refuse a function that does not return a number.
 
     An exception is let pass: it may be about the empty response, and real ones are retried and reported.
     """
     from staleflow.reward.pool import RewardPool
-    from staleflow.tasks.opening import first_problem
 
     answers: asyncio.Queue[str] = asyncio.Queue()
+    silent = os.open(os.devnull, os.O_WRONLY)  # a failure here may be about the empty response only
     pool = RewardPool(
-        replace(config.reward, workers=1, patience_s=0.0),
-        on_reward=lambda _name, _reward: answers.put_nowait(""),
+        replace(reward, workers=1, patience_s=0.0),
+        on_reward=lambda _name, _reward, _parts: answers.put_nowait(""),
         on_failure=lambda _name, why: answers.put_nowait(why),
+        stderr=silent,
     )
     try:
         await pool.start()
-        pool.submit("a try", first_problem(config.data, config.seed))
+        pool.submit("a try", problem)
         why = await answers.get()
     finally:
         await pool.close()
+        os.close(silent)
     if why.startswith(BAD_REWARD):
-        raise ConfigError(f"reward.function={config.reward.function}: {why}")
+        raise ConfigError(f"reward.function={', '.join(reward.functions)}: {why}")
 
 
 def _warming(step: int, loss: float, out: TextIO) -> None:
@@ -181,7 +192,8 @@ def summary_text(summary: dict[str, Any], directory: RunDirectory) -> str:
         f"{summary['tokens_wasted']:,} tokens wasted",
     ]
     if first is not None and last is not None:
-        lines.insert(0, f"held-out accuracy {first:.1%} -> {last:.1%}")
+        means = f"accuracy {first:.1%} -> {last:.1%}" if summary["binary"] else f"mean reward {first:.4g} -> {last:.4g}"
+        lines.insert(0, f"held-out {means}")
     if summary["seconds_to_90"] is not None:
         lines[0] += f" (90 % after {summary['seconds_to_90']:.0f} s)"
     if scaled := summary.get("scaled"):
@@ -194,6 +206,9 @@ def summary_text(summary: dict[str, Any], directory: RunDirectory) -> str:
     if summary["interrupted"]:
         by = summary.get("stopped_by") or "Ctrl-C"
         lines.append(f"stopped by {by}; continue with: staleflow train --resume {directory.path}")
+    if (best := summary.get("best")) and (directory.checkpoints / "best").is_dir():
+        at = f"step {best['step']}, {best['figure']} {best['value']:.4g}"
+        lines.append(f"best: {directory.checkpoints / 'best'} ({at})")
     lines.append(f"model: {newest(directory.checkpoints)}")
     return "\n".join(lines)
 

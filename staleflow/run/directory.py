@@ -8,6 +8,7 @@
         events.db       the journal of the present life of the run
         metrics.jsonl   one line per step
         decisions.jsonl what the coordinator decided and on what; the latest of it, and decisions.1.jsonl before that
+        samples.jsonl   some prompts and responses of every step, with their rewards
         summary.json    the result
         profile.json    what engine steps took
         logs/           one file per process
@@ -47,6 +48,7 @@ class RunDirectory:
         self.profile = path / "profile.json"
         self.metrics = path / "metrics.jsonl"
         self.decisions = path / "decisions.jsonl"
+        self.samples = path / "samples.jsonl"
         self.config_file = path / "config.yaml"
         self.requests = path / "requests"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from staleflow.coordinator.cost import CostModel
-from staleflow.coordinator.situation import Fleet, InstanceView
+from staleflow.coordinator.situation import Fleet
 from staleflow.runtime.ports import Heard, InstancePort
 from staleflow.servers.lifecycle import Trajectory
 from staleflow.types import Drop, Fence, PullWeights, Return, Submit, Work
@@ -158,7 +158,7 @@ class FleetTable:
     def __init__(self, members: Sequence[Member], cost: CostModel, headroom: int) -> None:
         self.members = list(members)
         self.rows = {member.name: row for row, member in enumerate(self.members)}
-        self.fleet = Fleet.of([InstanceView(member.name, version=-1) for member in self.members])
+        self.fleet = Fleet.of([member.name for member in self.members])
         self._cost = cost
         self._headroom = headroom
         self._all_at = 0.0

@@ -148,7 +148,7 @@ class SimRollout:
 
     def hang(self, seconds: float) -> None:
         """Answer nothing and do nothing for a while; commands wait."""
-        if not self.up or self.hung or self._pull_began is not None:
+        if not self.up or self.hung:
             return
         self.heard()
         self.stream()
@@ -162,7 +162,8 @@ class SimRollout:
         if incarnation != self.incarnation or not self.up:
             return
         self.engine.now = self._loop.now
-        self.engine.resume()
+        if self._pull_began is None:
+            self.engine.resume()
         mail, self._mail = self._mail, []
         for command in mail:
             self.worker.hear(command)
@@ -211,6 +212,9 @@ class SimRollout:
 
     def _loaded(self, incarnation: int) -> None:
         if incarnation != self.incarnation or not self.up:
+            return
+        if self.hung:
+            self._loop.at(self._hung_until, self._loaded, incarnation)
             return
         assert self._pull_began is not None
         self.pulls += 1

@@ -62,6 +62,10 @@ class Hearing:
             if child.name in run.crew.leaving:
                 run.control.drain(child.name)
 
+    def bad_report(self, instance: str, kind: str, why: str) -> None:
+        count(self._run.record.failures, "instance", kind)
+        self._run.incidents.rarely("report", f"{instance}: {kind}: {why}", self._run.loop.time())
+
     def instance_ended(self, child: Child) -> None:
         run = self._run
         if (port := run.instances.get(child.name)) is not None:
@@ -134,18 +138,36 @@ class Hearing:
         if message.failed:
             what = f"{message.failed} held-out responses of version {message.version}"
             run.failed("evaluation", "responses not scored", f"{what} could not be scored, last: {message.why}")
+        if message.trouble:
+            run.failed("checkpoint", "best not written", message.trouble)
         if message.accuracy is None:
             return
-        run.record.evaluated(message.version, message.accuracy)
-        goal = run.config.stop_at
-        if goal is not None and message.accuracy >= goal and run.training:
+        run.record.evaluated(message.version, message.accuracy, message.figures, message.binary)
+        if (why := self._enough(message)) and run.training:
+            run.incidents.note(f"the run ends early: {why}")
+            run.stopped_early = why
             run.control.stop()
+
+    def _enough(self, message: Evaluated) -> str:
+        """Why the run need not continue, if so."""
+        config = self._run.config
+        goal, patience, figure = config.stop_at, config.evaluation.patience, config.evaluation.figure
+        value = message.figures.get(figure)
+        if value is None:
+            self._run.incidents.note(f"{figure} was not measured: it is for rewards of 0 and 1")
+        elif goal is not None and value >= goal:
+            return f"{figure} of version {message.version} is {value:.4g}, and stop_at={goal:g}"
+        elif patience and self._run.record.without_better(figure) >= patience:
+            return f"{figure} has not become better in {patience} evaluations (evaluation.patience)"
+        return ""
 
     # Reward workers
 
-    def reward(self, name: str, reward: float) -> None:
+    def reward(self, name: str, reward: float, parts: tuple[float, ...]) -> None:
         self._failures = 0
         self.scored += 1
+        if name in self._run.payloads:  # otherwise its group was given up
+            self._run.samples.scored(name, parts, self._run.payloads.token_bytes(name))
         self._run.control.on_scored(name, reward)
 
     def reward_failed(self, name: str, why: str) -> None:
@@ -158,7 +180,8 @@ class Hearing:
         if (away_s := run.pool.away_s) >= run.config.reward.patience_s > 0:
             run.crew.fail(f"the reward service has been away for {away_s:.0f} s (reward.patience_s), last: {why}")
         elif self._failures >= MOST_FAILURES:
-            run.crew.fail(f"the reward failed {self._failures} times in a row, last: {why}")
+            log = run.directory.log("reward")
+            run.crew.fail(f"the reward failed {self._failures} times in a row, last: {why} (see {log})")
         run.control.on_score_failed(name, why)
 
     def reward_away(self, why: str) -> None:

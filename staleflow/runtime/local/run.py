@@ -1,7 +1,7 @@
 """A run on this machine: the control plane in this process, every other role in one of its own.
 
     run = LocalRun(config, directory, model_folder, task, cost)
-    summary = asyncio.run(run.execute())
+    summary = run_patiently(run.execute())
 
 Processes that die or stand still are replaced, and nobody's work is lost: trajectories continue elsewhere, and a new
 trainer takes over the last version with everything that belongs to it. Whatever else ends a run (Ctrl-C, SIGTERM,
@@ -36,6 +36,8 @@ from staleflow.run.opening import open_state
 from staleflow.run.origin import ORIGIN, origin_of
 from staleflow.run.parts import sizes
 from staleflow.run.record import Record
+from staleflow.run.samples import Samples
+from staleflow.run.signals import Signals
 from staleflow.run.state import STATE, pack_state
 from staleflow.run.step_log import StepLog
 from staleflow.runtime.control import ControlPlane, Settings
@@ -58,7 +60,7 @@ from staleflow.servers.database import JournalError
 from staleflow.servers.filters import FILTERS
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.weights import claim, standby_of
-from staleflow.tasks.opening import TaskSet, decoder_of
+from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
 from staleflow.types import Evaluate, Trained
 
 __all__ = ["LocalRun", "RunError"]
@@ -101,6 +103,8 @@ class LocalRun:
         self.interrupted = False
         self.stopped_by = ""
         """The signal."""
+        self.stopped_early = ""
+        """Why an evaluation ended the run."""
         self.incidents = Incidents(tell)
         self.watchdog = Watchdog(lost_s=config.processes.hung_s)
         self._model = model
@@ -126,6 +130,7 @@ class LocalRun:
         self.rescue = Rescue(self)
         self.scaling = Scaling(self)
         self.costs = RunCosts()
+        self.signals = Signals(config)
 
     async def execute(self) -> dict[str, Any]:
         """The whole run. Returns its summary."""
@@ -196,7 +201,10 @@ class LocalRun:
         return task
 
     def summary(self) -> dict[str, Any]:
-        return self.record.summary(self.server.ledger.counts()) | self._for_the_simulator()
+        best = self.record.best(figure := self.config.evaluation.figure)
+        found = None if best is None else {"step": best[0], "figure": figure, "value": best[1]}
+        ended = {"best": found, "stopped_early": self.stopped_early}
+        return self.record.summary(self.server.ledger.counts()) | ended | self._for_the_simulator()
 
     def _for_the_simulator(self) -> dict[str, Any]:
         """How large the run was and what things took: what ``staleflow.study.measured`` reads."""
@@ -259,7 +267,11 @@ class LocalRun:
 
     def _control(self) -> ControlPlane:
         config = self.config
-        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes)
+        cut = was_cut(self.task, config.rollout.stop_strings)
+        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes, cut)
+        self.samples = Samples(
+            self.directory.samples, self.task, config.samples, config.reward.names, cut, self.incidents.note
+        )
         settings = Settings(
             config.strategies,
             self._cost,
@@ -272,6 +284,7 @@ class LocalRun:
         trainer = HeldTrainer(self.trainer, self.outbox, self.costs.finish.add)
         control = ControlPlane(settings, self.server, trainer, port, self.task.prompts, term=self._attempt)
         control.scoring.on_answer = self.costs.reward.add
+        control.reports.on_bad = self.hearing.bad_report
         control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
         control.on_drained = self.scaling.drained
         control.filter = FILTERS.bound(config.filter, {}, config.filter_arguments)
@@ -409,6 +422,7 @@ class LocalRun:
 
     def _aborted(self, trajectory: Trajectory, _reason: str) -> None:
         self.record.tokens_wasted += trajectory.generated
+        self.samples.forget(trajectory.name)
 
     def _log_step(self, report: Trained, groups: list[Group]) -> None:
         """A step is committed: what its trainer said of it goes into the record, and to the log."""
@@ -416,7 +430,11 @@ class LocalRun:
             report.facts, report.token_staleness, report.trajectory_staleness, report.busy_s, report.idle_s
         )
         busy_s = self.record.instance_busy_s + sum(port.busy_s for port in self.instances.values())
-        self.steps.add(report, groups, self.record.seconds, busy_s)
+        facts = self.samples.committed(report.step, groups)
+        self.steps.add(report, groups, self.record.seconds, busy_s, facts)
+        self.signals.add(facts.get("cut"), report.facts.get("groups_without_signal", 0) / max(1, len(groups)))
+        for warning in self.signals.warnings():
+            self.incidents.note(warning)
         self.watching.disk()
 
     # Evaluation and checkpoints
