@@ -62,6 +62,10 @@ class Hearing:
             if child.name in run.crew.leaving:
                 run.control.drain(child.name)
 
+    def bad_report(self, instance: str, kind: str, why: str) -> None:
+        count(self._run.record.failures, "instance", kind)
+        self._run.incidents.rarely("report", f"{instance}: {kind}: {why}", self._run.loop.time())
+
     def instance_ended(self, child: Child) -> None:
         run = self._run
         if (port := run.instances.get(child.name)) is not None:
