@@ -223,7 +223,8 @@ def test_checkpoints_load_in_transformers_and_summaries_have_their_keys(finished
 
     summary, directory, _ = finished
     found = sorted(each.name for each in directory.checkpoints.iterdir())
-    assert found == ["step-000013", "step-000014"]
+    assert found == ["best", "step-000013", "step-000014"]
+    AutoModelForCausalLM.from_pretrained(directory.checkpoints / "best")
     AutoModelForCausalLM.from_pretrained(directory.checkpoint(14))
     AutoTokenizer.from_pretrained(directory.checkpoint(14))
     trained = json.loads((directory.checkpoint(14) / "trainer.json").read_text())
