@@ -45,6 +45,21 @@ def test_messages_overtake_each_other_or_come_twice_where_order_is_not_kept() ->
     assert len(sent("repeated", ordered=False)) > 40
 
 
+def test_nothing_overtakes_what_is_late_because_the_clock_has_jumped() -> None:
+    loop = VirtualLoop()
+    channel, arrived = Channel(loop, Random(1), ordered=True), list[str]()
+
+    async def main() -> None:
+        channel.trouble("held back", 5.0)
+        channel.send(arrived.append, "first")
+        loop.jump(10.0)
+        channel.send(arrived.append, "second")
+        await asyncio.sleep(1)
+
+    loop.run(main())
+    assert arrived == ["first", "second"]
+
+
 def test_what_is_on_its_way_when_an_end_dies_arrives_nowhere_and_the_next_connection_is_a_new_one() -> None:
     arrived = [number for number, _ in sent("held back", ordered=True, cut_at=20.5)]
     assert arrived == [*range(10), *range(21, 40)]
