@@ -408,10 +408,10 @@ class LocalRun:
         if every and version % every == 0 and version < self.config.steps:
             self.evaluations.ask(version, now=self.config.evaluation.when == "during")
         now = self.loop.time()
-        much = self.server.made_bytes > KEPT_BYTES
-        if version < self.config.steps and not self.rescue.begun and self.saving.due(version, now, much):
+        kept = self.server.made_bytes
+        if version < self.config.steps and not self.rescue.begun and self.saving.due(version, now, kept > KEPT_BYTES):
             self.saving.periodic(version, now)
-        if self.server.made_bytes > 2 * KEPT_BYTES:
+        if kept > 2 * KEPT_BYTES:
             self.server.forget(version)
 
     def _log_step(self, report: Trained, groups: list[Group]) -> None:
