@@ -105,7 +105,7 @@ class Section:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        for problem in chain(out_of_range(self), _arguments_of_nobody(self), self.contradictions()):
+        for problem in chain(out_of_range(self), _unused_arguments(self), self.contradictions()):
             raise ConfigError(problem)
 
     def contradictions(self) -> Iterator[str]:
@@ -143,7 +143,7 @@ def registries(section: Any) -> Iterator[tuple[Registry[Any], str, dict[str, Any
                 yield registry, each, section.arguments_of(name)
 
 
-def _arguments_of_nobody(section: Any) -> Iterator[str]:
+def _unused_arguments(section: Any) -> Iterator[str]:
     for registry, name, arguments in registries(section):
         if arguments and not registry.takes_arguments(name):
             yield (

@@ -15,6 +15,7 @@ from typing import Any
 from staleflow.observe.metrics import read_metrics
 from staleflow.run.checkpoints import newest
 from staleflow.run.directory import RunDirectory
+from staleflow.run.samples import Sample, read_samples
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Result:
     def metrics(self) -> list[dict[str, Any]]:
         """``metrics.jsonl``: one row for each step."""
         return read_metrics(RunDirectory(self.run).metrics)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Some responses of every step, with prompts and rewards; of a long run, the latest 64 MiB."""
+        return list(read_samples(RunDirectory(self.run).samples))
 
     @property
     def figure(self) -> float | None:

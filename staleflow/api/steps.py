@@ -22,6 +22,11 @@ class Steps:
         self._metrics: Path | None = None
         self._at = before.read_bytes().rfind(b"\n") + 1 if before is not None and before.is_file() else 0
 
+    @property
+    def known(self) -> bool:
+        """Whether there is a run."""
+        return self._run.is_file()
+
     def look(self) -> None:
         if self._on_step is None or not self._found():
             return
@@ -35,6 +40,6 @@ class Steps:
                 self._on_step(json.loads(line))
 
     def _found(self) -> bool:
-        if self._metrics is None and self._run.is_file():
+        if self._metrics is None and self.known:
             self._metrics = RunDirectory(Path(self._run.read_text())).metrics
         return self._metrics is not None and self._metrics.is_file()

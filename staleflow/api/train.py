@@ -23,6 +23,7 @@ from staleflow.caller import REWARDS, RUN
 from staleflow.config import Config, ConfigError, load, to_yaml
 from staleflow.config.convert import leaves, to_tree
 from staleflow.config.text import render_flow
+from staleflow.errors import StaleFlowError
 from staleflow.reward.forks import Forks
 from staleflow.reward.options import PYTHON, Reward
 from staleflow.run.directory import RunDirectory
@@ -55,7 +56,7 @@ def train(
     """
     with ExitStack() as held:
         folder = held.enter_context(caller_folder())
-        config = load(os.fspath(config)) if isinstance(config, str | os.PathLike) else config
+        config = load(config) if isinstance(config, str | os.PathLike) else config
         directory, before = (None, None) if resume is None else RunDirectory.existing(Path(resume))
         wanted = config or before or load(None)
         options, own = with_rewards(wanted.reward, reward)
@@ -112,7 +113,14 @@ def _follow(command: Command, steps: Steps) -> None:
             if asked:  # for the second time: it does not wait for its step
                 raise
             asked = True
-    command.result()
+    try:
+        code, _ = command.result()
+    except StaleFlowError as error:
+        if asked:  # before there was anything to continue
+            raise KeyboardInterrupt(str(error)) from error
+        raise
+    if code and not steps.known:
+        raise KeyboardInterrupt
 
 
 def _changes(before: Config, after: Config) -> list[str]:

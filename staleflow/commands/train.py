@@ -19,14 +19,16 @@ from typing import Any, TextIO
 
 from staleflow import caller
 from staleflow.commands.common import Subparsers, add_settings, given_settings
-from staleflow.config import Config, ConfigError, check, differences, estimate, load, this_machine
+from staleflow.config import Config, ConfigError, check, differences, estimate, load, settled, this_machine
 from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
 from staleflow.reward.function import BAD_REWARD
+from staleflow.reward.options import Reward
 from staleflow.run.checkpoints import Choice, newest
 from staleflow.run.directory import RunDirectory
 from staleflow.run.resuming import prepared, resumable
 from staleflow.runtime.local.supervisor import Supervisor, supervised
+from staleflow.tasks.task import Problem
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells expect it."""
@@ -58,11 +60,15 @@ def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) 
         directory, config = _resumed(Path(options.resume), wanted.source, wanted.words)
     else:
         directory, config = None, wanted.config()
-    machine = this_machine()
-    needs = estimate(config, machine)
-    if options.dry_run:  # also of what does not fit, which is then refused
-        print(json.dumps(needs.facts()) if options.json else needs.text())
-    check(config, machine)
+    if before is None:  # otherwise it fits: its processes are there
+        machine = this_machine()
+        config, note = settled(config, machine)
+        if options.dry_run:  # also of what does not fit, which is then refused
+            needs = estimate(config, machine)
+            print(json.dumps(needs.facts()) if options.json else needs.text())
+        check(config, machine)
+        if note:
+            print(f"staleflow: {note}", file=sys.stderr)
     if options.dry_run:
         return 0
     with ExitStack() as held:
@@ -94,22 +100,28 @@ def train(
     from staleflow.observe.terminal import TerminalView
     from staleflow.runtime.local.run import LocalRun
     from staleflow.runtime.local.status import status_of
-    from staleflow.tasks.opening import model_folder, open_task
+    from staleflow.runtime.patience import run_patiently
+    from staleflow.tasks.opening import first_problem, model_folder, open_source, open_task
 
     out = sys.stderr if quiet else sys.stdout
     again = supervisor is not None and supervisor.run is not None
+    source = open_source(config.data, config.seed)
     if not again:
-        asyncio.run(try_reward(config))
+        asyncio.run(try_reward(config.reward, first_problem(source)))
     model = model_folder(config.model, config.cache, config.seed, lambda step, loss: _warming(step, loss, out))
-    task = open_task(config.data, model, config.seed, config.evaluation.problems)
+    task = open_task(config.data, source, model, config.seed, config.evaluation.problems)
     checkpoint = None
     if directory is None or choice is None:
         directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
     else:
         checkpoint = prepared(directory, config, choice, task.fingerprint, model)
+        if not again:
+            where = f" from {checkpoint.name}" if checkpoint is not None else ""
+            print(f"continues{where} with {config.rollout.instances} instances", file=out)
     caller.tell(caller.RUN, str(directory.path))
     if not again:
-        print(f"run {directory.path}", file=out, flush=True)
+        print(f"run {directory.path}", file=out)
+        print(f"data: {task.about()}", file=out, flush=True)
     view = TerminalView(out, plain=plain)
 
     def show(run: LocalRun) -> None:
@@ -121,9 +133,10 @@ def train(
     cost = costs_from_geometry(config)
     run = LocalRun(config, directory, model, task, cost, checkpoint, show, view.note, supervisor)
     try:
-        summary = asyncio.run(run.execute())
+        summary = run_patiently(run.execute())
     finally:
         view.close()
+    summary |= {"problems": task.size, "problems_left_out": task.left_out, "held_out": len(task.held_out)}
     summary |= {"interrupted": run.interrupted, "stopped_by": run.stopped_by, "run": str(directory.path)}
     try:
         directory.write(directory.summary, summary)
@@ -135,31 +148,30 @@ def train(
     return summary
 
 
-async def try_reward(config: Config) -> None:
+async def try_reward(reward: Reward, problem: Problem) -> None:
     """Ask for one reward before anything heavy is loaded, and refuse a function that does not return a number.
 
     An exception is let pass: it may be about the empty response, and real ones are retried and reported.
     """
     from staleflow.reward.pool import RewardPool
-    from staleflow.tasks.opening import first_problem
 
     answers: asyncio.Queue[str] = asyncio.Queue()
     silent = os.open(os.devnull, os.O_WRONLY)  # a failure here may be about the empty response only
     pool = RewardPool(
-        replace(config.reward, workers=1, patience_s=0.0),
+        replace(reward, workers=1, patience_s=0.0),
         on_reward=lambda _name, _reward, _parts: answers.put_nowait(""),
         on_failure=lambda _name, why: answers.put_nowait(why),
         stderr=silent,
     )
     try:
         await pool.start()
-        pool.submit("a try", first_problem(config.data, config.seed))
+        pool.submit("a try", problem)
         why = await answers.get()
     finally:
         await pool.close()
         os.close(silent)
     if why.startswith(BAD_REWARD):
-        raise ConfigError(f"reward.function={', '.join(config.reward.functions)}: {why}")
+        raise ConfigError(f"reward.function={', '.join(reward.functions)}: {why}")
 
 
 def _warming(step: int, loss: float, out: TextIO) -> None:
@@ -184,6 +196,9 @@ def summary_text(summary: dict[str, Any], directory: RunDirectory) -> str:
         lines.insert(0, f"held-out {means}")
     if summary["seconds_to_90"] is not None:
         lines[0] += f" (90 % after {summary['seconds_to_90']:.0f} s)"
+    if scaled := summary.get("scaled"):
+        each = (f"{change['from']} -> {change['to']} at step {change['step']}" for change in scaled)
+        lines.append(f"instances: {', '.join(each)}")
     for what in ("restarts", "failures"):
         if counts := summary.get(what):
             each = (f"{n} {name} ({why})" for name, reasons in counts.items() for why, n in reasons.items())

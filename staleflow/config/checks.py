@@ -19,7 +19,7 @@ from staleflow.config.rules import mismatches, refuse_values
 from staleflow.config.schema import Config
 from staleflow.config.sizes import Sizes, sizes_of
 from staleflow.config.text import one_line
-from staleflow.config.trainable import refuse_names_of_nothing
+from staleflow.config.trainable import refuse_unmatched_names
 from staleflow.errors import ConfigError
 from staleflow.reward.forks import own_functions
 from staleflow.settings import registries
@@ -44,7 +44,7 @@ def _check(config: Config, machine: Machine | None) -> None:
     for problem in mismatches(config, sizes.vocabulary):
         raise ConfigError(problem)
     _model(config, sizes)
-    refuse_names_of_nothing(config, sizes)
+    refuse_unmatched_names(config, sizes)
     _data(config.data)
     for section in (config, *(getattr(config, each.name) for each in fields(config))):
         if is_dataclass(section):

@@ -85,11 +85,17 @@ class Processes(Section):
     trajectory_gib: Positive | None = None
     """Memory for prompts and responses in the trajectory server; where it is full, the next prompt waits. null: a
     quarter of what is free."""
-    standby: bool = True
+    standby: bool | None = None
     """Publish the optimiser's state with each version, in shared memory, so that a trainer that dies is replaced and
-    nothing is lost. Without it, a trainer that dies ends the run, which can be resumed from its newest checkpoint."""
+    nothing is lost; it takes twice 12 bytes for each trained parameter. Without it, a trainer that dies ends the run,
+    which can be resumed from its newest checkpoint. null: where there is memory for it."""
     hung_s: Positive = 30.0
     """A process that has said nothing for this long, and for ten times what is normal, is killed and replaced."""
+
+    @property
+    def with_standby(self) -> bool:
+        """``staleflow.config.memory.settled`` decides what was left open."""
+        return self.standby is not False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,8 @@ class Config(Section):
     stop_at: float | None = None
     """Value of ``evaluation.figure``, by default the mean reward on held-out problems, at which the run ends before its
     last step; null: it does not."""
+    samples: Whole = 4
+    """Responses of each step that are kept, with prompts and rewards, in ``samples.jsonl``."""
     runs: str = "runs"
     """The folder of run directories."""
     cache: str = field(default_factory=cache_folder)

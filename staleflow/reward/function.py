@@ -21,7 +21,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from staleflow.errors import StaleFlowError
+from staleflow.errors import StaleFlowError, shown
 from staleflow.reward.options import PYTHON, REWARDS, Reward
 from staleflow.tasks.task import Problem
 
@@ -72,13 +72,16 @@ def load_reward(options: Reward, at: int = 0, own: Mapping[str, Score] = NONE) -
     """One of the configured functions. Built-in ones that call a service get the address and the time limit."""
     function, arguments = options.functions[at], options.arguments_of(options.names[at])
     if function.startswith(PYTHON):
-        if (name := function.removeprefix(PYTHON)) not in own:
-            raise RewardError(f"reward.function={function}: the program that started the run has no such function")
-        return partial(own[name], **arguments)
+        return partial(own.get(function.removeprefix(PYTHON), elsewhere), **arguments)
     REWARDS.check(function, arguments)
-    asked = {"address": function, "timeout_s": 0.9 * options.timeout_s}  # heard of before the worker is killed
+    asked = {"address": function, "timeout_s": 0.9 * options.timeout_s}  # before the worker is killed
     built_in = REWARDS.key(function) is not None
     return REWARDS.bound(function, asked if built_in else {}, arguments)
+
+
+def elsewhere(problem: Problem, response: Response) -> float:  # noqa: ARG001
+    """In the place of a function of the program that started the run, where there is none."""
+    raise RewardError("the reward is a function of the program that started the run: give it there again")
 
 
 def reward_of(reward: Score, problem: Problem, response: Response, runner: asyncio.Runner) -> float:
@@ -99,7 +102,7 @@ def checked(value: Any) -> float:
         except (ValueError, RuntimeError):
             raise RewardError(f"{BAD_REWARD}an array of several numbers: return one") from None
     if not isinstance(value, int | float):
-        raise RewardError(f"{BAD_REWARD}{_short(value)}, a {type(value).__name__}: return a number")
+        raise RewardError(f"{BAD_REWARD}{shown(value)}, a {type(value).__name__}: return a number")
     try:
         number = float(value)
     except OverflowError:
@@ -107,8 +110,3 @@ def checked(value: Any) -> float:
     if not math.isfinite(number):
         raise RewardError(f"{BAD_REWARD}{number}: return a finite number")
     return number
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -23,7 +23,7 @@ REWARDS = Registry(
         "math-verify": Entry("staleflow.reward.verifiers:math_verify", needs="math_verify"),
         "reasoning-gym": Entry("staleflow.reward.verifiers:reasoning_gym", needs="reasoning_gym"),
         **{prefix: Entry("staleflow.reward.verifiers:http_service") for prefix in HTTP},
-        PYTHON: Entry("staleflow.reward.forks:connect", arguments=True, listed=False),
+        PYTHON: Entry("staleflow.reward.function:elsewhere", arguments=True, listed=False),
     },
     takes=("problem", "response"),
     arguments="arguments",

@@ -50,6 +50,8 @@ class Record:
     lives: int = 1
     restarts: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     """By role and reason: processes that died or stood still and were replaced."""
+    scaled: list[dict[str, int | float]] = field(default_factory=list[dict[str, int | float]])
+    """``step``, ``seconds``, ``from``, ``to``: when the number of instances was changed."""
     failures: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     """By what failed and why, in a few words: rewards, evaluations, checkpoints, writes."""
 
@@ -138,6 +140,7 @@ class Record:
             "restarts": self.restarts,
             "failures": self.failures,
             "binary": self.binary,
+            "scaled": self.scaled,
         }
 
     def to_bytes(self) -> bytes:

@@ -18,10 +18,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from staleflow.errors import line_of
 from staleflow.tasks.options import SOURCES
-from staleflow.tasks.rows import refuse_unsendable
 from staleflow.tasks.task import Problem, Task, TaskError
+
+LARGEST = 64 * 2**20
+"""Most bytes of a row, which is sent to a reward worker with each response."""
 
 
 def read_jsonl(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
@@ -121,7 +125,7 @@ def _problem(where: str, row: Mapping[str, Any], prompt: str, answer: str | None
     for column in (*needed, *([] if answer is None else [answer])):
         if column not in row:
             raise TaskError(f"{where}: no column {column!r}: name one of {', '.join(map(repr, row)) or 'none'}")
-    refuse_unsendable(where, row)
+    _refuse_unsendable(where, row)
     facts = {**row, "answer": row[answer]} if answer is not None else dict(row)
     if needed == [prompt] and isinstance(row[prompt], list):
         if (problem := wrong_messages(row[prompt])) is not None:
@@ -142,6 +146,25 @@ def wrong_messages(messages: Sequence[Any]) -> str | None:
         if not isinstance(each.get("content"), str):
             return f"a message whose content is a {type(each.get('content')).__name__}: write text"
     return None if messages else "no message: write at least one"
+
+
+def _refuse_unsendable(where: str, row: Mapping[str, Any]) -> None:
+    """``TaskError`` if the row cannot be sent to a reward worker: now, while file and line are known."""
+    try:
+        size = len(msgspec.msgpack.encode(dict(row)))
+    except UnicodeEncodeError as error:
+        raise TaskError(f"{where}: half a character ({error.object[error.start]!a}): correct the text") from None
+    except OverflowError:
+        raise TaskError(f"{where}: an integer of more than 64 bits: write it as a text") from None
+    except RecursionError:
+        raise TaskError(f"{where}: nested too deeply for a reward worker: write it flat") from None
+    except (TypeError, ValueError) as error:
+        raise TaskError(f"{where}: cannot be sent to a reward worker ({error}): keep to JSON values") from None
+    if size > LARGEST:
+        raise TaskError(
+            f"{where}: a row of {size / 2**20:,.0f} MiB, more than the {LARGEST // 2**20} MiB that can go to a reward "
+            "worker with each response: leave large columns out, or write paths instead"
+        )
 
 
 def _as_problem(where: str, row: Any, prompt: str, answer: str | None) -> Problem:

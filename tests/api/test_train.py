@@ -57,9 +57,17 @@ def test_a_run_in_a_notebook_with_its_own_rewards_and_rows_and_its_resume(
     assert [row["step"] for row in result.metrics] == [0, 1]
     assert result.figure == result.summary["accuracy_final"] is not None
     assert result.checkpoint == result.run / "checkpoints" / "step-000002"
+    assert result.best == result.run / "checkpoints" / "best"
+    assert {"reward/even", "reward/whole", "cut", "reward_std"} <= set(result.metrics[0])
+    assert {each.step for each in result.samples} == {0, 1}
+    assert all(set(each.rewards) == {"even", "whole"} for each in result.samples)
+    assert all(each.prompt in [row["prompt"] for row in ROWS] for each in result.samples)
+    assert not result.summary["binary"]
     printed = capsys.readouterr().out
     assert f"run {result.run}" in printed, "what the run says is said where this program's output goes"
     assert "step 2/2" in printed
+    assert "held-out mean reward" in printed, "these rewards are not 0 or 1"
+    assert "data: 18 problems to train on, 2 held out" in printed
 
     # Continued, by the same program: the functions are given again, the rows have the same name.
     longer = configured(model, tmp_path, "steps=3")
@@ -81,6 +89,7 @@ def test_what_is_wrong_is_an_exception_and_leaves_nothing(model: Path, tmp_path:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_on_step_that_raises_ends_the_run_in_good_order(model: Path, tmp_path: Path) -> None:
     def stop(_row: dict[str, Any]) -> None:
         raise LookupError("enough")

@@ -133,7 +133,7 @@ def test_async_rewards_are_awaited() -> None:
         async with desk(function="later") as pool:
             pool.pool.submit("a", PROBLEM, Chunk.of(0, [1, 2]).tokens)
             pool.pool.submit("b", PROBLEM, text="exception")
-            assert await pool.all(2) == {"a": 7.0, "b": "RuntimeError: too late"}
+            assert await pool.all(2) == {"a": 7.0, "b": "RuntimeError: too late (functions.py, line 47)"}
 
     run(main())
 
@@ -158,13 +158,13 @@ def test_a_response_is_not_scored_twice_at_once() -> None:
 
 def test_the_port_looks_up_the_problem_and_the_tokens() -> None:
     task = Adder()
-    asked: list[tuple[str, Problem, bytes]] = []
+    asked: list[tuple[str, Problem, bytes, bool]] = []
     pool = RewardPool(Reward(workers=2), lambda *_: None, lambda *_: None)
-    pool.submit = lambda *job: asked.append(job)  # type: ignore[method-assign]
-    port = PoolPort(pool, task.problem, lambda _name: b"\x07\0\0\0")
+    pool.submit = lambda *job, cut: asked.append((*job, cut))  # type: ignore[method-assign]
+    port = PoolPort(pool, task.problem, lambda _name: b"\x07\0\0\0", lambda tokens: tokens[-4:] == b"\x07\0\0\0")
     trajectory = Trajectory("p3/0", Group("p3", 3, 0, 4, 1), state="generated")
     port.score(trajectory)
-    assert asked == [("p3/0", task.problem(3), b"\x07\0\0\0")]
+    assert asked == [("p3/0", task.problem(3), b"\x07\0\0\0", True)]
     trajectory.state = "aborted"  # while the request waited for the journal
     port.score(trajectory)
     assert len(asked) == 1

@@ -40,6 +40,7 @@ class Hearing:
         run, now = self._run, self._run.loop.time()
         port = run.instances.get(child.name)
         if port is None or port.child is not child:
+            run.count_instances()
             port = run.instances[child.name] = RemoteInstance(child, child.setup.incarnation)
         port.hear(message)
         run.costs.hear(message.costs)
@@ -51,14 +52,22 @@ class Hearing:
             run.control.on_report(message)
         if not child.adopted or message.held is not None:
             child.ready.set()
+            run.crew.optional.discard(child.name)  # it works: from now on the run counts on it
         trusted = child.ready.is_set() and run.crew.restarts.trusted(child.name, now - port.since)
         if run.training and trusted and not port.joined:
             run.join(port)
+            if child.name in run.crew.leaving:
+                run.control.drain(child.name)
+
+    def bad_report(self, instance: str, kind: str, why: str) -> None:
+        self._run.kept.counted("failures", "instance", kind)
+        self._run.incidents.rarely("report", f"{instance}: {kind}: {why}", self._run.loop.time())
 
     def instance_ended(self, child: Child) -> None:
         run = self._run
         if (port := run.instances.get(child.name)) is not None:
             run.record.instance_busy_s += port.busy_s
+            port.busy_s = 0.0
             run.record.tokens_lost += port.unseen()
         if run.training:
             run.control.left(child.name)
@@ -154,9 +163,11 @@ class Hearing:
 
     # Reward workers
 
-    def reward(self, name: str, reward: float, _parts: tuple[float, ...]) -> None:
+    def reward(self, name: str, reward: float, parts: tuple[float, ...]) -> None:
         self._failures = 0
         self.scored += 1
+        if name in self._run.payloads:  # otherwise its group was given up
+            self._run.samples.scored(name, parts, self._run.payloads.token_bytes(name))
         self._run.control.on_scored(name, reward)
 
     def reward_failed(self, name: str, why: str) -> None:
@@ -169,7 +180,8 @@ class Hearing:
         if (away_s := run.pool.away_s) >= run.config.reward.patience_s > 0:
             run.crew.fail(f"the reward service has been away for {away_s:.0f} s (reward.patience_s), last: {why}")
         elif self._failures >= MOST_FAILURES:
-            run.crew.fail(f"the reward failed {self._failures} times in a row, last: {why}")
+            log = run.directory.log("reward")
+            run.crew.fail(f"the reward failed {self._failures} times in a row, last: {why} (see {log})")
         run.control.on_score_failed(name, why)
 
     def reward_away(self, why: str) -> None:

@@ -1,7 +1,7 @@
 """A run on this machine: the control plane in this process, every other role in one of its own.
 
     run = LocalRun(config, directory, model_folder, task, cost)
-    summary = asyncio.run(run.execute())
+    summary = run_patiently(run.execute())
 
 Processes that die or stand still are replaced, and nobody's work is lost: trajectories continue elsewhere, and a new
 trainer takes over the last version with everything that belongs to it. Whatever else ends a run (Ctrl-C, SIGTERM,
@@ -19,7 +19,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,19 @@ from staleflow.run.origin import ORIGIN, origin_of, write_origin
 from staleflow.run.parts import sizes
 from staleflow.run.processes import end, processes
 from staleflow.run.record import Record
+from staleflow.run.samples import Samples
+from staleflow.run.signals import Signals
 from staleflow.run.state import STATE, pack_state
 from staleflow.run.step_log import StepLog
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.local.crew import Crew, RunError
 from staleflow.runtime.local.evaluations import Evaluations
 from staleflow.runtime.local.hearing import Hearing
-from staleflow.runtime.local.placement import placement
+from staleflow.runtime.local.placement import Place, placement
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.local.rescuing import Rescue
 from staleflow.runtime.local.saving import Saving
+from staleflow.runtime.local.scaling import Scaling, unused
 from staleflow.runtime.local.stillness import STALL_S
 from staleflow.runtime.local.supervisor import Supervisor
 from staleflow.runtime.local.watching import Watching
@@ -56,7 +59,7 @@ from staleflow.runtime.watchdog import Watchdog
 from staleflow.servers.book import let_go
 from staleflow.servers.database import JournalError
 from staleflow.servers.filters import FILTERS
-from staleflow.servers.lifecycle import Group
+from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.made import rows_of
 from staleflow.servers.weights import claim, standby_of
 from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
@@ -118,13 +121,18 @@ class LocalRun:
         self.in_place = False
         """Whether this continues with processes of a control plane that died."""
         self._began = self._cpu_began = 0.0
+        self._counted_at = 0.0
+        self._cpu_before: dict[str, float] = {}
+        """By process, CPU seconds when training began."""
         self._before_s = 0.0
         """Seconds of training in earlier attempts of the run."""
         self._supervisor = supervisor
         self.hearing = Hearing(self)
         self.watching = Watching(self)
         self.rescue = Rescue(self)
+        self.scaling = Scaling(self)
         self.costs = RunCosts()
+        self.signals = Signals(config)
 
     async def execute(self) -> dict[str, Any]:
         """The whole run. Returns its summary."""
@@ -151,6 +159,7 @@ class LocalRun:
             finally:
                 for task in beside:
                     task.cancel()
+                self.scaling.close()
                 await self._close()
                 for each in SIGNALS:
                     self.loop.remove_signal_handler(each)
@@ -234,6 +243,7 @@ class LocalRun:
             self.kept.recall(row)
         self.crew = self._crew(opened.standby)
         self.server.on_committed = self._committed
+        self.server.on_aborted = self._aborted
         self.outbox = Outbox(self.journal)
         self.journal.on_durable = self.outbox.waker(self.loop)
         self.trainer = RemoteTrainer(self.crew, self.server, asked=self.hearing.trainer_asked)
@@ -258,17 +268,22 @@ class LocalRun:
         self.control = self._control()
 
     def _crew(self, standby: bool) -> Crew:
-        config, processes = self.config, self.config.processes
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-        places = placement(cores, config.rollout.instances, processes.threads, processes.pin)
-        died = self.watching.death
+        places, died = self.places(unused(self.config.rollout.instances)), self.watching.death
         parts = self.directory, self._model, places, self.watchdog, died, self._checkpoint
         return Crew(*parts, self._attempt, standby)
+
+    def places(self, instances: Sequence[str]) -> dict[str, Place]:
+        """Cores and threads of every process, with these instances."""
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+        return placement(cores, instances, self.config.processes.threads, self.config.processes.pin)
 
     def _control(self) -> ControlPlane:
         config = self.config
         cut = was_cut(self.task, config.rollout.stop_strings)
         port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes, cut)
+        self.samples = Samples(
+            self.directory.samples, self.task, config.samples, config.reward.names, cut, self.incidents.note
+        )
         settings = Settings(
             config.strategies,
             self._cost,
@@ -281,19 +296,24 @@ class LocalRun:
         trainer = HeldTrainer(self.trainer, self.outbox, self.costs.finish.add)
         control = ControlPlane(settings, self.server, trainer, port, self.task.prompts, term=self._attempt)
         control.scoring.on_answer = self.costs.reward.add
+        control.reports.on_bad = self.hearing.bad_report
         control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
+        control.on_drained = self.scaling.drained
         control.filter = FILTERS.bound(config.filter, {}, config.filter_arguments)
         return control
 
     async def _start(self) -> None:
         await self.crew.listen()
         self.start_trainer()
-        for at in range(self.config.rollout.instances):
-            self.crew.start("instance", f"i{at}", self.hearing.instance, self.hearing.instance_ended)
+        for name in self.scaling.begin(self.crew.orphans):
+            self.start_instance(name)
         self.crew.start("evaluator", "evaluator", self.hearing.evaluator, lambda _: self.evaluations.died())
         self.loop.call_later(ADOPTED_S, self.crew.give_up_adopted)
         await self.pool.start()
         await self.crew.all_ready()
+
+    def start_instance(self, name: str) -> None:
+        self.crew.start("instance", name, self.hearing.instance, self.hearing.instance_ended)
 
     def start_trainer(self) -> None:
         self.crew.start("trainer", "trainer", self.hearing.trainer, lambda _: None)
@@ -304,6 +324,11 @@ class LocalRun:
         """From now on it gets work."""
         port.joined = True
         self.control.join(port)
+
+    @property
+    def ending(self) -> bool:
+        """Whether the last step is made, or the run has been stopped or has failed."""
+        return self.control.over or self.interrupted or self.rescue.begun
 
     @property
     def loss(self) -> float | None:
@@ -335,36 +360,60 @@ class LocalRun:
         self.saving.begin(self.loop.time())
         self.steps.busy_s = self.record.instance_busy_s
         self._began, self._cpu_began = time.monotonic(), time.process_time()
+        self._counted_at = self._began
         for name, port in self.instances.items():
             if self.crew.children[name].ready.is_set():
                 self.join(port)
         self.trainer.reset()  # its clock begins now, and what it is fed from now on counts
         if self._resumed:
             self.control.recover(self.hearing.early)
+        for name in self.crew.leaving:
+            self.control.drain(name)
         steps = self.server.ledger.frontier if self.interrupted else self.config.steps
-        cpu = {name: child.cpu_s for name, child in self.crew.children.items()}
+        self._cpu_before = {name: child.cpu_s for name, child in self.crew.children.items()}
         try:
             await self.crew.within(self.control.run(steps), "training")
         finally:
+            self.count_instances()
             self.training = False
             self.record.seconds = self.seconds
             self.record.control_s += self._control_s
-            self.record.instance_s += len(self.instances) * (time.monotonic() - self._began)
             for port in self.instances.values():
                 self.record.instance_busy_s += port.busy_s
-            for name, child in self.crew.children.items():
-                used = child.cpu_s - (cpu[name] if self.crew.incarnations[name] == 1 else 0.0)
-                self.record.cpu_s[name] = self.record.cpu_s.get(name, 0.0) + used
+            for name in self.crew.children:
+                self._count_cpu(name)
             self.kept.tell()
+
+    def count_instances(self) -> None:
+        """Seconds that instances were there, up to now. Call it before their number changes."""
+        if self.training:
+            now = time.monotonic()
+            self.record.instance_s += len(self.instances) * (now - self._counted_at)
+            self._counted_at = now
+
+    def instance_left(self, name: str) -> None:
+        """It is about to end for good."""
+        self.count_instances()
+        if (port := self.instances.pop(name, None)) is not None:
+            self.record.instance_busy_s += port.busy_s
+        if self.training and name in self.crew.children:
+            self._count_cpu(name)
+
+    def _count_cpu(self, name: str) -> None:
+        used = self.crew.children[name].cpu_s
+        if self.crew.incarnations[name] == 1:
+            used -= self._cpu_before.get(name, 0.0)
+        self.record.cpu_s[name] = self.record.cpu_s.get(name, 0.0) + used
 
     def spent(self) -> dict[str, float]:
         """What the record's counters of time would be if the run ended now."""
         if not self._began:
             return {}
+        self.count_instances()
         record, busy_s = self.record, sum(port.busy_s for port in self.instances.values())
         return {
             "control_s": record.control_s + self._control_s,
-            "instance_s": record.instance_s + len(self.instances) * (time.monotonic() - self._began),
+            "instance_s": record.instance_s,
             "instance_busy_s": record.instance_busy_s + busy_s,
             "tokens_lost": record.tokens_lost,
         }
@@ -414,9 +463,17 @@ class LocalRun:
         if kept > 2 * KEPT_BYTES:
             self.server.forget(version)
 
+    def _aborted(self, trajectory: Trajectory, reason: str) -> None:
+        self.kept.aborted(trajectory, reason)
+        self.samples.forget(trajectory.name)
+
     def _log_step(self, report: Trained, groups: list[Group]) -> None:
         busy_s = self.record.instance_busy_s + sum(port.busy_s for port in self.instances.values())
-        self.steps.add(report, groups, self.record.seconds, busy_s)
+        facts = self.samples.committed(report.step, groups)
+        self.steps.add(report, groups, self.record.seconds, busy_s, facts)
+        self.signals.add(facts.get("cut"), report.facts.get("groups_without_signal", 0) / max(1, len(groups)))
+        for warning in self.signals.warnings():
+            self.incidents.note(warning)
         self.watching.disk()
 
     # Evaluation and checkpoints
