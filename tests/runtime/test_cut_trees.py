@@ -92,7 +92,7 @@ class Tree:
         for each in list(server):
             if each.state in ("running", "interrupted"):
                 server.give_back(each.name, each.epoch, each.spans)
-        self.feed.recover()
+        self.feed.back()
         self.feed.push_on()
 
     def run(self) -> None:
