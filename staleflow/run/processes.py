@@ -46,6 +46,14 @@ def processes(run: Path | None = None) -> Iterator[Process]:
                 yield Process(name, int(incarnation), int(folder.name), int(parent), Path(where))
 
 
+def supervised(process: Process) -> bool:
+    """Whether a supervisor has inherited it, which starts another control plane."""
+    with suppress(OSError):
+        words = Path(f"/proc/{process.parent}/cmdline").read_bytes().split(b"\0")
+        return b"train" in words and any(word.endswith(b"staleflow") for word in words)
+    return False
+
+
 def end(left: Iterable[Process]) -> None:
     """Kill them with everything they started, and wait until they are gone."""
     pids = {each.pid for each in left}

@@ -308,6 +308,7 @@ class LocalRun:
         for name in self.scaling.begin(self.crew.orphans):
             self.start_instance(name)
         self.crew.start("evaluator", "evaluator", self.hearing.evaluator, lambda _: self.evaluations.died())
+        self.crew.all_started()
         self.loop.call_later(ADOPTED_S, self.crew.give_up_adopted)
         await self.pool.start()
         await self.crew.all_ready()

@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from staleflow.errors import ending
+from staleflow.run.processes import end, processes
 from staleflow.runtime.restarts import Restarts
 
 ASKED = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
@@ -100,6 +101,7 @@ def supervised(train: Callable[[Supervisor], int], restarts: Restarts | None = N
         if pause_s is None:
             again = f"; continue with: staleflow train --resume {run}" if run is not None else ""
             often = f" {restarts.count('control')} times in {restarts.within_s / 60:g} minutes" if run else ""
+            end(processes(run) if run is not None else ())
             print(f"staleflow: error: the control plane died{often}: {deaths[-1]}{again}", file=sys.stderr)
             return 128 - code
         time.sleep(pause_s)
