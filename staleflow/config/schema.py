@@ -33,7 +33,7 @@ class Evaluation(Drawing):
     problems: Annotated[int, Limits(1, 1_000_000)] = 256
     """How many held-out problems are evaluated."""
     when: Literal["during", "after"] = "during"
-    """``after``: versions are kept in memory and evaluated when training has ended, so that it is not disturbed."""
+    """``after``: versions are kept on the disk and evaluated when training has ended, so that it is not disturbed."""
 
 
 @dataclass(frozen=True, slots=True)

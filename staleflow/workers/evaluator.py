@@ -1,8 +1,10 @@
 """Held-out accuracy, measured beside the run: an engine of its own, greedy, on whatever version is the newest.
 
-evaluator = Evaluator(engine, weights, problems, sampling, judge, moved)
+evaluator = Evaluator(engine, weights, problems, sampling, judge, folder, moved)
 evaluator.keep()                                # a copy, to be evaluated when there is time
 for evaluated in evaluator.evaluate(): ...      # what was kept, then the newest
+
+What is kept is in files, for the evaluator that takes this one's place should it die.
 """
 
 from __future__ import annotations
@@ -10,15 +12,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from staleflow.rollout.engine import Engine, LoadWeights, Request, Sampling, WeightSource
 from staleflow.tasks.task import Problem
 from staleflow.types import Evaluate, Evaluated, Moved, Stop
 from staleflow.workers.link import Gone, Link
 
+KEPT = ".safetensors"
 SAY_S = 0.5
 """Signs of progress are no more frequent than this."""
 
@@ -34,11 +39,12 @@ class Evaluator:
         problems: Sequence[tuple[Sequence[int], Problem]],
         sampling: Sampling,
         judge: Judged,
+        folder: Path,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
-        """``moved`` is called whenever something was done."""
+        """``folder``: for what is kept. ``moved`` is called whenever something was done."""
         self._engine = engine
-        self._kept: list[tuple[int, dict[str, torch.Tensor]]] = []
+        self._folder = folder
         self._weights = weights
         self._problems = problems
         self._sampling = sampling
@@ -47,16 +53,22 @@ class Evaluator:
 
     def keep(self) -> None:
         """Copy the newest version, to be evaluated later."""
-        copies = {name: torch.empty_like(tensor) for name, tensor in self._engine.weights().items()}
+        copies = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in self._engine.weights().items()
+        }
         version = self._weights.pull(copies, 0)
-        if not self._kept or self._kept[-1][0] < version:
-            self._kept.append((version, copies))
+        self._folder.mkdir(exist_ok=True)
+        draft = self._folder / "draft"
+        save_file(copies, draft)
+        draft.replace(self._folder / f"{version:012d}{KEPT}")
 
     def evaluate(self) -> Iterator[Evaluated]:
         """What was kept, then the newest version."""
-        kept, self._kept = self._kept, []
-        for version, copies in kept:
-            yield self._evaluate(lambda into, version=version, copies=copies: _copied(into, version, copies))
+        for file in sorted(self._folder.glob(f"*{KEPT}")):
+            yield self._evaluate(
+                lambda into, file=file: _copied(into, int(file.name.removesuffix(KEPT)), load_file(file))
+            )
+            file.unlink()
         yield self._evaluate(self._weights)
 
     def _evaluate(self, source: WeightSource | LoadWeights) -> Evaluated:

@@ -9,6 +9,7 @@ Nothing here knows how the process was started or what carries its messages.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Mapping
 from operator import methodcaller
 from pathlib import Path
@@ -118,6 +119,9 @@ def _evaluator(setup: Setup, link: Link) -> Any:
     engine = _engine(setup, config)
     judge = Judge(config.reward, decoder_of(config.data, Path(setup.model)))
     moved, sampling = Signs(link).move, config.evaluation_sampling(task.stop_tokens)
-    evaluator = Evaluator(engine, LazyWeights(setup), task.held_out, sampling, judge, moved)
+    kept = Path(setup.run) / "kept"
+    if not setup.standby:  # versions of another attempt, which may not be those that this one makes
+        shutil.rmtree(kept, ignore_errors=True)
+    evaluator = Evaluator(engine, LazyWeights(setup), task.held_out, sampling, judge, kept, moved)
     link.send(Ready(-1))
     return lambda: serve(evaluator, link)
