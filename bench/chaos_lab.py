@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAIN = "import sys; from staleflow.cli import main; sys.exit(main())"
 STEP = re.compile(r"step (\d+)/")
 SHARED = Path("/dev/shm")
+PARENT_DEATH_SIGNAL = 1
 NEW_USER, NEW_MOUNTS, PRIVATE, DETACH = 0x10000000, 0x00020000, 1 << 18 | 1 << 14, 2
 """Flags of Linux: unshare, mount, umount2."""
 
@@ -74,6 +75,7 @@ class Victim:
             text=True,
             env=environment,
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
         self._reader = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
         self._reader.start()
@@ -177,6 +179,11 @@ class Victim:
                         found.append(f"process {process.name} {(process / 'cmdline').read_bytes()[-80:]!r}")
                         break
         return found
+
+
+def _die_with_parent() -> None:
+    """A bench that is killed leaves no run behind."""
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def age_s(pid: int) -> float:
