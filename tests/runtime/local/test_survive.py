@@ -150,6 +150,5 @@ def test_sigterm_while_the_last_checkpoint_is_written_ends_the_run_with_it(
     summary, directory = run_once(configured(model, tmp_path, "steps=3"), model)
     assert summary["steps"] == 3
     assert [each["step"] for each in summary["accuracy"]] == [0], "nobody waits for the last evaluation then"
-    latest = newest(directory.checkpoints)
-    assert latest == directory.checkpoint(3)
-    assert wrong_with(latest) == ""
+    assert newest(directory.checkpoints) == directory.checkpoint(3)
+    assert wrong_with(directory.checkpoint(3)) == ""
