@@ -225,17 +225,17 @@ class Case:
         if fault.kind != "stop":
             victim.wait(lambda: any(victim.folder.glob("*/checkpoints/step-*")), "the first checkpoint")
             fault.at = time.monotonic()
+        goes_on = fault.kind == "control" and victim.supervised
         match fault.kind:
             case "control":
-                with suppress(ProcessLookupError):
-                    os.kill(victim.control, signal.SIGKILL)
+                if control := victim.control:
+                    os.kill(control, signal.SIGKILL)
             case "tree":
                 victim.kill_tree()
             case _:
                 number = self._draw.choice((signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
                 fault.name = number.name
                 victim.signal(number)
-        goes_on = fault.kind == "control" and victim.control != victim.pid
         if goes_on:
             return
         code = victim.ended(END_S)

@@ -90,9 +90,9 @@ class Victim:
             self.said.append(Said(time.monotonic(), line.rstrip()))
 
     @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+    def supervised(self) -> bool:
+        """Whether the process that was started is not the one that owns the run."""
+        return self._process is not None and self.control not in (0, self._process.pid)
 
     @property
     def alive(self) -> bool:
@@ -115,13 +115,15 @@ class Victim:
         return process.returncode
 
     def signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        """To the process that was started. Nothing happens if it has ended."""
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def kill_tree(self) -> None:
         """Everything that belongs to the run, in the order of the process numbers."""
         for _ in range(3):  # what was being started meanwhile
-            for pid in sorted({self.pid, *(pid for _, pid in self.processes())}):
+            self.signal(signal.SIGKILL)
+            for pid in sorted({pid for _, pid in self.processes()} | ({self.control} - {0})):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -148,12 +150,12 @@ class Victim:
 
     @property
     def control(self) -> int:
-        """The process that owns the run."""
-        assert self.run is not None
+        """The process that owns the run; 0 if there is none."""
         with suppress(OSError):
-            if owner := re.match(r"process (\d+)", (self.run / "lock").read_text()):
-                return int(owner[1])
-        return self.pid
+            if self.run is not None and (owner := re.match(r"process (\d+)", (self.run / "lock").read_text())):
+                if str(self.run / "lock") in {os.readlink(each) for each in Path(f"/proc/{owner[1]}/fd").iterdir()}:
+                    return int(owner[1])
+        return 0
 
     def processes(self) -> list[tuple[str, int]]:
         """Name and number of every process of the run but the control plane's: i0, trainer, evaluator, reward, ..."""

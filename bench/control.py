@@ -45,10 +45,11 @@ from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.rollout.engine import Part, Reason, Request, Result, Sampling, StepOutput
 from staleflow.run.decisions import DecisionLog
+from staleflow.run.opening import LAZY_S
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.local.link import Channel, SocketLink
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
-from staleflow.runtime.local.run import CYCLE_S, LAZY_S
+from staleflow.runtime.local.run import CYCLE_S
 from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Limits, Payloads

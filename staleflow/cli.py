@@ -36,6 +36,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    options.is_program = arguments is None
+    """Whether this process exists for the command alone."""
     try:
         return options.run(options)
     except OSError as error:  # a full disk, a folder that is not ours

@@ -1,4 +1,4 @@
-"""Parts that a setting names: the built-in ones by name, the user's own as ``module:function``.
+"""Parts that a setting names: the built-in ones by name, the user's own as ``module:function`` or ``module:Class``.
 
 A new built-in is one function and one line in its registry. Targets are texts, so that names can be listed and checked
 without importing anything::
@@ -42,16 +42,27 @@ class Entry:
 AnEntry = TypeVar("AnEntry", bound=Entry)
 
 
+def entries_of(module: str, *names: str) -> dict[str, Entry]:
+    """Functions of a module under their own names."""
+    return {name: Entry(f"{module}:{name}") for name in names}
+
+
 class Registry(Generic[AnEntry]):
     def __init__(
-        self, setting: str, entries: Mapping[str, AnEntry], takes: Sequence[str], arguments: str | None = None
+        self,
+        setting: str,
+        entries: Mapping[str, AnEntry],
+        takes: Sequence[str],
+        arguments: str | None = None,
+        own: str = "module:function",
     ) -> None:
         """``takes``: the positional arguments of every function. ``arguments``: the setting with further arguments for
-        the user's own; None: ``..._arguments``."""
+        the user's own; None: ``..._arguments``. ``own``: how the user's own is written."""
         self.setting = setting
         self.arguments = arguments or f"{setting.rpartition('.')[2]}_arguments"
         self.entries = dict(entries)
         self.takes = tuple(takes)
+        self.own = own
         self._kind = type(next(iter(self.entries.values())))
         self._loaded: dict[str, Callable[..., Any]] = {}
 
@@ -76,7 +87,7 @@ class Registry(Generic[AnEntry]):
         """The values that may be written, for people."""
         shown = [f"{key}..." if key.endswith((":", "/")) else key for key in self.entries]
         shown = [f"a {key} file" if key.startswith(".") else key for key in shown]
-        return f"{', '.join(shown)}, or module:function"
+        return f"{', '.join(shown)}, or {self.own}"
 
     def takes_arguments(self, name: str) -> bool:
         """Whether this function takes the setting of arguments."""
@@ -133,9 +144,8 @@ class Registry(Generic[AnEntry]):
         except TypeError as error:
             wanted = ", ".join((*self.takes, *arguments))
             short = name.rpartition(":")[2]
-            raise ConfigError(
-                f"{self.setting}={name} cannot be called as it will be ({error}): write def {short}({wanted})"
-            ) from None
+            fix = f"def __init__(self, {wanted})" if inspect.isclass(function) else f"def {short}({wanted})"
+            raise ConfigError(f"{self.setting}={name} cannot be called as it will be ({error}): write {fix}") from None
 
     def _import(self, target: str, name: str) -> Callable[..., Any]:
         module, _, path = target.partition(":")
@@ -153,7 +163,8 @@ class Registry(Generic[AnEntry]):
                 raise ConfigError(f"{self.setting}={name}: {module} has no {path}: correct the part after the colon")
             found = getattr(found, part)
         if not callable(found):
-            raise ConfigError(f"{self.setting}={name}: {path} is a {type(found).__name__}: name a function")
+            wanted = self.own.partition(":")[2].lower()
+            raise ConfigError(f"{self.setting}={name}: {path} is a {type(found).__name__}: name a {wanted}")
         return found
 
 

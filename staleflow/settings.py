@@ -52,7 +52,7 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Range:
     least: float | None = None
     most: float | None = None
     above: float | None = None
@@ -90,12 +90,12 @@ class Form:
         return None if re.fullmatch(self.pattern, value) else f" is unknown: {self.fix}"
 
 
-FINITE = Limits()
-Whole = Annotated[int, Limits(0)]
-Count = Annotated[int, Limits(1)]
-Amount = Annotated[float, Limits(0)]
-Positive = Annotated[float, Limits(above=0)]
-Share = Annotated[float, Limits(0, 1)]
+FINITE = Range()
+Whole = Annotated[int, Range(0)]
+Count = Annotated[int, Range(1)]
+Amount = Annotated[float, Range(0)]
+Positive = Annotated[float, Range(above=0)]
+Share = Annotated[float, Range(0, 1)]
 Device = Annotated[str, Form(r"cpu|cuda(?::\d+)?", "give cpu, cuda or cuda:0")]
 
 
@@ -141,7 +141,7 @@ def _arguments_of_nobody(section: Any) -> Iterator[str]:
     for registry, name, arguments in registries(section):
         if arguments and not registry.takes_arguments(name):
             yield (
-                f"{registry.arguments} are for module:function: leave them out with {registry.setting}={name}, whose "
+                f"{registry.arguments} are for {registry.own}: leave them out with {registry.setting}={name}, whose "
                 "settings have names"
             )
 

@@ -282,6 +282,8 @@ class Report(msgspec.Struct, tag=True, array_like=True, frozen=True):
     failed: list[Failed] = []
     pulled: int | None = None
     costs: Costs = Costs()
+    held: list[tuple[str, int]] | None = None
+    """All trajectories (name, epoch) that it holds: the answer to ``TakeOver``."""
 
 
 # Other messages between the control plane and the processes of a run.
@@ -289,8 +291,35 @@ class Report(msgspec.Struct, tag=True, array_like=True, frozen=True):
 Role = Literal["instance", "trainer", "evaluator"]
 
 
+class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The first message over each connection of a process; what may not have been heard before is said again after it.
+
+    A process that loses its connection continues and connects again: the control plane may be back."""
+
+    name: str
+    incarnation: int
+    pid: int
+    set_up: bool
+    """Whether it has its ``Setup``."""
+    first: int
+    """Number of the message behind this one; a process counts all that it has ever sent, this one not, from 1."""
+
+
+class Kept(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Whatever came of the process's messages up to this number is durable: they need not be said again."""
+
+    number: int
+
+
+class TakeOver(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A control plane of this term has taken the place of the one before: say what you are and hold (an instance by a
+    report, the others by ``Ready``)."""
+
+    term: int
+
+
 class Setup(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The first message: what the process is to be."""
+    """The answer to ``Hello``: what the process is to be."""
 
     role: Role
     name: str
@@ -404,5 +433,7 @@ class Evaluated(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Message of the last of these failures."""
 
 
-ToProcess = Setup | Submit | Return | Drop | PullWeights | Feed | Finish | Reset | Save | Evaluate | Stop
-FromProcess = Ready | Moved | Report | Pushed | Trained | Saved | Evaluated | Broken
+ToProcess = (
+    Setup | TakeOver | Kept | Submit | Return | Drop | PullWeights | Feed | Finish | Reset | Save | Evaluate | Stop
+)
+FromProcess = Hello | Ready | Moved | Report | Pushed | Trained | Saved | Evaluated | Broken

@@ -250,7 +250,12 @@ def test_a_run_with_everything_of_the_users_own(model: Path, folder: Path) -> No
         ),
         (["training.loss=my_loss:soft_clip", "training.loss_arguments.sharp=1"], "unexpected keyword argument 'sharp'"),
         (["training.loss=my_loss:soft_clip", "training.eps_high=0.1"], "has no eps_high: leave training.eps_high out"),
-        (["rollout.engine=my_engine:Slowed", "rollout.engine_arguments.pause=1"], "keyword argument 'pause'"),
+        (
+            ["rollout.engine=my_engine:Slowed", "rollout.engine_arguments.pause=1"],
+            "keyword argument 'pause'): write def __init__(self, model_folder, options, pause)",
+        ),
+        (["rollout.engine=my_engine:__name__"], "__name__ is a str: name a class"),
+        (["rollout.engine_arguments.pause_s=1"], "rollout.engine_arguments are for module:Class: leave them out"),
         (["reward.function=my_reward:brief", "reward.arguments.most=1"], "write def brief(problem, response, most)"),
         ([*DATA, "data.source=my_data:products", "data.arguments.size=1"], "keyword argument 'size'"),
         (["strategies.tail=:tail"], "strategies.tail=:tail: write one of wait, replace, truncate, or module:function"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.errors import ConfigError
-from staleflow.settings import LARGEST, Amount, Count, Device, Limits, Positive, Section, Share
+from staleflow.settings import LARGEST, Amount, Count, Device, Positive, Range, Section, Share
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Base(Section):
 class Whole(Base):
     positive: Positive = 1.0
     pair: tuple[float, float] = (0.0, 1.0)
-    unbounded: Annotated[float, Limits(0, infinite=True)] = inf
+    unbounded: Annotated[float, Range(0, infinite=True)] = inf
     kind: Literal["a", "b"] = "a"
     device: Device = "cpu"
 

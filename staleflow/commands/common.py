@@ -84,7 +84,9 @@ def add_simulated(parser: argparse.ArgumentParser, staleness: Callable[[str], An
     parser.add_argument("--staleness", type=staleness, metavar="N", help=f"the bound, in steps{several}")
     parser.add_argument("--steps", type=int, metavar="N", help="steps to train")
     parser.add_argument(
-        "--trace", metavar="FILE.csv", help="recorded lengths: columns prompt_tokens,output_tokens and perhaps group"
+        "--trace",
+        metavar="FILE.csv",
+        help="recorded lengths: column output_tokens, perhaps prompt_tokens and group",
     )
     parser.add_argument(
         "--profile", metavar="FILE.json", help="what engine steps cost, as staleflow profile measured it"

@@ -24,6 +24,7 @@ from staleflow.reward.function import BAD_REWARD
 from staleflow.run.checkpoints import Choice, newest
 from staleflow.run.directory import RunDirectory
 from staleflow.run.resuming import prepared, resumable
+from staleflow.runtime.local.supervisor import Supervisor, supervised
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells expect it."""
@@ -40,8 +41,18 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Under a supervisor, which starts another control plane should this one die; not inside somebody's program."""
+    if options.is_program and not options.dry_run:
+        return supervised(lambda supervisor: run_once(options, supervisor))
+    return run_once(options)
+
+
+def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) -> int:
     wanted = given_settings(options)
-    if options.resume:
+    before = supervisor.run if supervisor is not None else None
+    if before is not None:
+        directory, config = RunDirectory.existing(before)
+    elif options.resume:
         directory, config = _resumed(Path(options.resume), wanted.source, wanted.words)
     else:
         directory, config = None, wanted.config()
@@ -60,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
             for note in choice.notes:
                 print(f"staleflow: {note}", file=sys.stderr)
         name = wanted.source or LAPTOP
-        summary = train(config, directory, choice, held, name=name, plain=options.plain, quiet=options.json)
+        view = options.plain, options.json
+        summary = train(config, directory, choice, held, name, *view, supervisor)
     if options.json:
         print(json.dumps(summary))
     return INTERRUPTED if summary["interrupted"] else 0
@@ -72,8 +84,9 @@ def train(
     choice: Choice | None,
     held: ExitStack,
     name: str,
-    plain: bool,
-    quiet: bool,
+    plain: bool = False,
+    quiet: bool = False,
+    supervisor: Supervisor | None = None,
 ) -> dict[str, Any]:
     """Everything heavy happens in here. ``held``: until when a new run directory is owned."""
     from staleflow.observe.terminal import TerminalView
@@ -82,7 +95,9 @@ def train(
     from staleflow.tasks.opening import model_folder, open_task
 
     out = sys.stderr if quiet else sys.stdout
-    asyncio.run(try_reward(config))
+    again = supervisor is not None and supervisor.run is not None
+    if not again:
+        asyncio.run(try_reward(config))
     model = model_folder(config.model, config.cache, config.seed, lambda step, loss: _warming(step, loss, out))
     task = open_task(config.data, model, config.seed, config.evaluation.problems)
     checkpoint = None
@@ -90,7 +105,8 @@ def train(
         directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
     else:
         checkpoint = prepared(directory, config, choice, task.fingerprint, model)
-    print(f"run {directory.path}", file=out, flush=True)
+    if not again:
+        print(f"run {directory.path}", file=out, flush=True)
     view = TerminalView(out, plain=plain)
 
     def show(run: LocalRun) -> None:
@@ -99,7 +115,8 @@ def train(
         if run.training:
             view.line(status)
 
-    run = LocalRun(config, directory, model, task, costs_from_geometry(config), checkpoint, show, view.note)
+    cost = costs_from_geometry(config)
+    run = LocalRun(config, directory, model, task, cost, checkpoint, show, view.note, supervisor)
     try:
         summary = asyncio.run(run.execute())
     finally:
@@ -111,12 +128,12 @@ def train(
         print(f"staleflow: {directory.summary} cannot be written ({error.strerror})", file=sys.stderr)
     if not quiet:
         with suppress(OSError):  # the terminal is gone
-            print(told(summary, directory), flush=True)
+            print(summary_text(summary, directory), flush=True)
     return summary
 
 
 async def try_reward(config: Config) -> None:
-    """Ask for one reward before anything heavy is loaded. One that is not a number would not be one in any step.
+    """Ask for one reward before anything heavy is loaded, and refuse a function that does not return a number.
 
     An exception is let pass: it may be about the empty response, and real ones are retried and reported.
     """
@@ -147,7 +164,7 @@ def _warming(step: int, loss: float, out: TextIO) -> None:
         print(f"  step {step:4}, loss {loss:.3f}", file=out, flush=True)
 
 
-def told(summary: dict[str, Any], directory: RunDirectory) -> str:
+def summary_text(summary: dict[str, Any], directory: RunDirectory) -> str:
     """The result in a few lines for people."""
     first, last = summary["accuracy_initial"], summary["accuracy_final"]
     lines = [

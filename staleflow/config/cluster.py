@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from staleflow.settings import Amount, Count, Limits, Positive, Section, Share
+from staleflow.settings import Amount, Count, Positive, Range, Section, Share
 
 if TYPE_CHECKING:
     from staleflow.config.schema import Config
@@ -35,13 +35,13 @@ class ClusterOptions(Section):
     """Share of the variance of lengths that lies between prompts; null: 0 if independent, otherwise 0.7."""
     scale: Positive = 1.0
     """A factor on all lengths."""
-    drift: Annotated[float, Limits(-0.999, 0.999)] = 0.0
+    drift: Annotated[float, Range(-0.999, 0.999)] = 0.0
     """Growth of lengths with each version."""
     trace: str | None = None
-    """A CSV file of recorded lengths with the columns prompt_tokens, output_tokens and perhaps group. It replaces the
+    """A CSV file of recorded lengths with the column output_tokens and perhaps prompt_tokens and group. It replaces the
     settings above, except scale and drift."""
     prompt_tokens: Count | None = None
-    """Length of every prompt; null: the longest allowed."""
+    """Length of every prompt, unless a trace has recorded it; null: the longest allowed."""
     prompts: Count | None = None
     """Prompts in the data; null: endless."""
     profile: str | None = None
@@ -64,7 +64,7 @@ class ClusterOptions(Section):
     """Mean seconds until a reward is there."""
     reward_success: Share = 0.5
     """Share of rewards that are 1, where groups are filtered."""
-    speed_spread: Annotated[float, Limits(0, 0.999)] = 0.0
+    speed_spread: Annotated[float, Range(0, 0.999)] = 0.0
     """Instances run at speeds between 1 - this and 1 + this."""
     cycle_s: Positive = 0.05
     """At most one decision in this time."""

@@ -19,7 +19,7 @@ from staleflow.coordinator.strategies import Strategies
 from staleflow.reward.options import Reward
 from staleflow.rollout.options import Drawing, EngineOptions, Rollout, Sampling
 from staleflow.servers.filters import FILTERS
-from staleflow.settings import Amount, Count, Limits, Positive, Section, Whole
+from staleflow.settings import Amount, Count, Positive, Range, Section, Whole
 from staleflow.tasks.options import ADDER, Data
 from staleflow.training.options import TrainerOptions, Training
 
@@ -30,7 +30,7 @@ class Evaluation(Drawing):
     """0: the most likely response."""
     every: Whole = 5
     """Steps between two evaluations; 0: only at the beginning and at the end."""
-    problems: Annotated[int, Limits(1, 1_000_000)] = 256
+    problems: Annotated[int, Range(1, 1_000_000)] = 256
     """How many held-out problems are evaluated."""
     when: Literal["during", "after"] = "during"
     """``after``: versions are kept on the disk and evaluated when training has ended, so that it is not disturbed."""
@@ -48,7 +48,7 @@ class Checkpoints(Section):
 
 @dataclass(frozen=True, slots=True)
 class Processes(Section):
-    threads: Annotated[int, Limits(1, 1024)] | None = None
+    threads: Annotated[int, Range(1, 1024)] | None = None
     """Threads of each compute process; null: chosen by the number of cores."""
     pin: bool = True
     """Keep each process on cores of its own where there are enough."""
@@ -84,7 +84,7 @@ class Config(Section):
     ``module:function``."""
     filter_arguments: dict[str, Any] = field(default_factory=dict[str, Any])
     """Passed to ``module:function``."""
-    stop_at: Annotated[float, Limits(above=0, most=1)] | None = None
+    stop_at: Annotated[float, Range(above=0, most=1)] | None = None
     """Held-out accuracy at which the run ends before its last step; null: it does not."""
     runs: str = "runs"
     """The folder of run directories."""

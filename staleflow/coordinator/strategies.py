@@ -7,8 +7,8 @@ interrupts, or aborts and truncations. What it must keep to stands in the module
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from staleflow.registry import Entry, Registry
-from staleflow.settings import Limits, Section, Share
+from staleflow.registry import Entry, Registry, entries_of
+from staleflow.settings import Range, Section, Share
 
 Consume = Literal["stream", "batch"]
 TAKES = ("situation", "strategies")
@@ -16,20 +16,12 @@ LARGE = 10**9
 
 ROUTING = Registry(
     "strategies.routing",
-    {
-        "waterfall": Entry("staleflow.coordinator.routing:waterfall"),
-        "least_loaded": Entry("staleflow.coordinator.routing:least_loaded"),
-        "round_robin": Entry("staleflow.coordinator.routing:round_robin"),
-    },
+    entries_of("staleflow.coordinator.routing", "waterfall", "least_loaded", "round_robin"),
     TAKES,
 )
 SYNCHRONISATION = Registry(
     "strategies.synchronisation",
-    {
-        "gain": Entry("staleflow.coordinator.synchronisation:gain"),
-        "greedy": Entry("staleflow.coordinator.synchronisation:greedy"),
-        "starved": Entry("staleflow.coordinator.synchronisation:starved"),
-    },
+    entries_of("staleflow.coordinator.synchronisation", "gain", "greedy", "starved"),
     TAKES,
 )
 MIGRATION = Registry(
@@ -41,15 +33,7 @@ MIGRATION = Registry(
     },
     TAKES,
 )
-TAIL = Registry(
-    "strategies.tail",
-    {
-        "wait": Entry("staleflow.coordinator.tail:wait"),
-        "replace": Entry("staleflow.coordinator.tail:replace"),
-        "truncate": Entry("staleflow.coordinator.tail:truncate"),
-    },
-    TAKES,
-)
+TAIL = Registry("strategies.tail", entries_of("staleflow.coordinator.tail", "wait", "replace", "truncate"), TAKES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +58,15 @@ class Strategies(Section):
     """Waterfall: the least marginal gain worth having, as a share of what an empty instance would gain."""
     adapt: bool = True
     """Waterfall: derive mu from the run's own lengths as soon as they are known; until then it is the one given."""
-    headroom: Annotated[int, Limits(0, LARGE)] = 256
+    headroom: Annotated[int, Range(0, LARGE)] = 256
     """Tokens of KV memory kept free for each placed trajectory to grow into."""
-    horizon: Annotated[float, Limits(0, 100)] = 0.1
+    horizon: Annotated[float, Range(0, 100)] = 0.1
     """Gain: how far a pull must pay off, as a share of the time between two versions."""
-    tail_groups: Annotated[int, Limits(0, LARGE)] = 4
+    tail_groups: Annotated[int, Range(0, LARGE)] = 4
     """Tail: act only when the open step waits for at most this many groups."""
-    tail_patience: Annotated[float, Limits(0, LARGE)] = 0.5
+    tail_patience: Annotated[float, Range(0, LARGE)] = 0.5
     """Tail and migration: wait for this share of the time between two versions before acting."""
-    migration_speedup: Annotated[float, Limits(1, LARGE)] = 1.5
+    migration_speedup: Annotated[float, Range(1, LARGE)] = 1.5
     """Migration: move a trajectory only to an instance that decodes it at least this much faster."""
-    max_moves: Annotated[int, Limits(0, LARGE)] = 2
+    max_moves: Annotated[int, Range(0, LARGE)] = 2
     """Migration: how often one trajectory may be moved."""

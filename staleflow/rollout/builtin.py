@@ -36,7 +36,7 @@ from staleflow.rollout.options import EngineOptions
 from staleflow.rollout.pages import PagePool
 from staleflow.rollout.rows import Ints, Rows
 from staleflow.rollout.sampling import Drawn, Params, draw, uniform
-from staleflow.rollout.scheduler import Plan, Scheduler
+from staleflow.rollout.scheduler import Scheduler, StepPlan
 from staleflow.rollout.sequence import Sequence
 from staleflow.rollout.stopping import StopStrings
 from staleflow.types import Failed, InstanceState
@@ -245,7 +245,7 @@ class TorchEngine:
         found = [self._requests.pop(name) for name in dict.fromkeys(names) if name in self._requests]
         self.scheduler.discard_waiting(sequence.request.name for sequence in found)
         if not self._requests:
-            self._ahead = None  # nobody is left to hear of it
+            self._ahead = None  # what it drew has no owner
         return found
 
     def _release(self, sequence: Sequence, keep: bool = True) -> None:
@@ -294,12 +294,12 @@ class TorchEngine:
             self._ahead = None
             self.scheduler.undo_following()
 
-    def _count(self, plan: Plan) -> None:
+    def _count(self, plan: StepPlan) -> None:
         """The plan is under way: its tokens count as computed, and its decoding rows as drawn."""
         self.rows.drawn[plan.order] += 1
         self.scheduler.computed(plan)
 
-    def _replay(self, graphs: "DecodeGraphs", plan: Plan, tokens: Ints | None) -> "_Flight":
+    def _replay(self, graphs: "DecodeGraphs", plan: StepPlan, tokens: Ints | None) -> "_Flight":
         """A decoding step as a CUDA graph. It draws without truncation; with any, its logits are drawn from here."""
         rows, order = self.rows, plan.order
         params = Params.of(rows, order)
@@ -317,7 +317,7 @@ class TorchEngine:
 
         return _Flight(order, len(order), plan.decode, collect, blind=True)
 
-    def _run(self, plan: Plan) -> tuple[Drawn, list[Sequence]]:
+    def _run(self, plan: StepPlan) -> tuple[Drawn, list[Sequence]]:
         """Run a plan's tokens through the model and draw from what comes out. Also returns who draws."""
         size = self.pool.page_size
         order, rows = plan.order, self.rows
@@ -329,18 +329,18 @@ class TorchEngine:
         wanted = None
         drawing = plan.decode
         if plan.prefill:
-            more = [self._chunk(*chunk) for chunk in plan.prefill]
-            tokens = np.concatenate([tokens, *(part[0] for part in more)])
-            positions = np.concatenate([position, *(part[1] for part in more)])
-            slots = np.concatenate([slots, *(part[2] for part in more)])
+            more = [self._inputs(*part) for part in plan.prefill]
+            tokens = np.concatenate([tokens, *(each[0] for each in more)])
+            positions = np.concatenate([position, *(each[1] for each in more)])
+            slots = np.concatenate([slots, *(each[2] for each in more)])
             wanted, first = list(range(len(order))), len(order)
             drawing = list(plan.decode)
-            for chunk in plan.prefill:
-                spans.append(PrefillSpan(first, chunk.start, chunk.length, chunk.sequence.pages))
-                first += chunk.length
-                if chunk.last:
+            for part in plan.prefill:
+                spans.append(PrefillSpan(first, part.start, part.length, part.sequence.pages))
+                first += part.length
+                if part.last:
                     wanted.append(first - 1)
-                    drawing.append(chunk.sequence)
+                    drawing.append(part.sequence)
             wanted = torch.tensor(wanted, dtype=torch.int64, device=self.device)
             order = np.array([sequence.row for sequence in drawing], np.int64)
         self.attention.begin(Layout(slots, tables, position + 1, spans))
@@ -350,8 +350,8 @@ class TorchEngine:
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)
 
-    def _chunk(self, sequence: Sequence, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, positions and slots of a chunk."""
+    def _inputs(self, sequence: Sequence, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, positions and slots of a part of a prefill."""
         size = self.pool.page_size
         positions = np.arange(start, start + count)
         pages = np.array(sequence.pages, np.int64)[positions // size]

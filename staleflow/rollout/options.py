@@ -5,8 +5,8 @@ request carries the part that is ``Sampling``::
 
     rollout.to(EngineOptions), rollout.to(Sampling, stop_tokens=(1,))
 
-``rollout.engine`` names what makes an engine, the built-in one or the user's own ``module:Class``. It is called as
-``make(model_folder, options, **arguments)`` with ``EngineOptions`` and returns an ``Engine`` (see ``engine.py``) that
+``rollout.engine`` is the built-in engine or the user's own class, or a function that makes one. It is called as
+``engine(model_folder, options, **arguments)`` with ``EngineOptions`` and gives an ``Engine`` (see ``engine.py``) that
 holds no version of the weights (-1) until its first pull.
 """
 
@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from staleflow.registry import Entry, Registry
-from staleflow.settings import Amount, Count, Device, Limits, Section, Share, Whole
+from staleflow.settings import Amount, Count, Device, Range, Section, Share, Whole
 
 ENGINES = Registry(
     "rollout.engine",
     {"builtin": Entry("staleflow.rollout.builtin:make")},
     takes=("model_folder", "options"),
+    own="module:Class",
 )
 
 
@@ -30,7 +31,7 @@ class Drawing(Section):
 
     temperature: Amount = 1.0
     """0: the most likely token."""
-    top_p: Annotated[float, Limits(above=0, most=1)] = 1.0
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
     """Draw from the most likely tokens that have this much probability together; 1: from all."""
     top_k: Whole = 0
     """Draw from this many of the most likely tokens; 0: from all."""
@@ -61,7 +62,7 @@ class Sampling(Drawing, Ending):
     """
 
     stop_tokens: tuple[int, ...] = ()
-    seed: Annotated[int, Limits(most=2**64)] | None = None
+    seed: Annotated[int, Range(most=2**64)] | None = None
     """None: made from the request's name, so that a trajectory draws the same tokens wherever it runs."""
 
     def contradictions(self) -> Iterator[str]:

@@ -33,13 +33,13 @@ def digest(before: Key, tokens: Sequence[int]) -> Key:
 
 
 class Prefix(NamedTuple):
-    """What is known of a sequence: whole pages to share, and perhaps a partly filled one to go on from."""
+    """What is known of a sequence: whole pages to share, and perhaps a partly filled one to continue."""
 
     pages: tuple[int, ...] = ()
     tail: int | None = None
     tail_tokens: int = 0
     adopt: bool = False
-    """The tail is held by nobody and can be taken over; otherwise it must be copied."""
+    """No sequence holds the tail, so it can be taken over; otherwise it must be copied."""
 
 
 class Taken(NamedTuple):

@@ -23,7 +23,7 @@ from staleflow.rollout.rows import Ints, Rows
 from staleflow.rollout.sequence import NO_ROW, Sequence
 
 
-class Chunk(NamedTuple):
+class PrefillPart(NamedTuple):
     """``length`` tokens of a sequence to prefill, from ``start`` on."""
 
     sequence: Sequence
@@ -37,16 +37,16 @@ class Chunk(NamedTuple):
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     decode: list[Sequence]
     """Longest first."""
     order: Ints
     """Their rows."""
-    prefill: list[Chunk] = field(default_factory=list[Chunk])
+    prefill: list[PrefillPart] = field(default_factory=list[PrefillPart])
     copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Pages to copy (from, to), all read before any is written, and before the step writes anything."""
     exhausted: list[Sequence] = field(default_factory=list[Sequence])
-    """Sequences that fill the whole memory and cannot go on; they have been released."""
+    """Sequences that fill the whole memory and cannot continue; they have been released."""
 
 
 class Scheduler:
@@ -75,11 +75,11 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         self._sort()
         exhausted = self._grow()
         self._sort()
-        plan = Plan(self._decoding, self._order, exhausted=exhausted)
+        plan = StepPlan(self._decoding, self._order, exhausted=exhausted)
         budget = self.prefill_tokens
         for sequence in self._prefilling:
             budget = self._prefill(plan, sequence, budget)
@@ -90,14 +90,14 @@ class Scheduler:
                 plan.decode, plan.order = self._decoding, self._order
         return plan
 
-    def following(self) -> Plan | None:
-        """The plan after one that only decodes, made before its tokens are known; None if it cannot be told yet."""
+    def following(self) -> StepPlan | None:
+        """The plan after one that only decodes, made before its tokens are known; None if it cannot be known yet."""
         position = self.rows.position[self._order]
         more = int(np.count_nonzero(position % self.pool.page_size == 0))
         if self.waiting or self._prefilling or self._changed or more > self.pool.available:
             return None
         self._grow()
-        return Plan(self._decoding, self._order)
+        return StepPlan(self._decoding, self._order)
 
     def undo_following(self) -> None:
         """Forget that such a plan ran: what it computed is computed again."""
@@ -108,12 +108,12 @@ class Scheduler:
 
     def assume_computed(self) -> None:
         """Admit all that waits as if its KV entries were there: for measurements, where only time counts."""
-        plan = Plan([], self._order)
+        plan = StepPlan([], self._order)
         while self.waiting and self.rows.free and self._place(plan, self.waiting[0]):
             sequence = self.waiting.popleft()
             sequence.computed = len(sequence.tokens) - 1
 
-    def computed(self, plan: Plan) -> None:
+    def computed(self, plan: StepPlan) -> None:
         """The plan ran: its tokens have KV entries. To be called before new tokens are appended."""
         self.rows.position[plan.order] += 1
         for sequence in plan.decode:
@@ -201,7 +201,7 @@ class Scheduler:
                 self.rows.add_page(sequence, self.pool.allocate())
         return exhausted
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, plan: StepPlan, budget: int) -> None:
         skipped: list[Sequence] = []
         while self.waiting and budget and self.rows.free:
             sequence = self.waiting.popleft()
@@ -215,7 +215,7 @@ class Scheduler:
             budget = self._prefill(plan, sequence, budget)
         self.waiting.extendleft(reversed(skipped))
 
-    def _place(self, plan: Plan, sequence: Sequence) -> bool:
+    def _place(self, plan: StepPlan, sequence: Sequence) -> bool:
         pool = self.pool
         size = pool.page_size
         known = len(sequence.tokens) - 1  # the last token is run in any case, to draw the next
@@ -239,11 +239,11 @@ class Scheduler:
         self._changed = True
         return True
 
-    def _prefill(self, plan: Plan, sequence: Sequence, budget: int) -> int:
+    def _prefill(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         """Let the sequence have of the budget what it needs. Returns what is left."""
         count = min(budget, sequence.pending)
         if sequence.pending > 1 and count:
-            plan.prefill.append(Chunk(sequence, sequence.computed, count))
+            plan.prefill.append(PrefillPart(sequence, sequence.computed, count))
             return budget - count
         return budget
 

@@ -79,9 +79,20 @@ class RunDirectory:
 
     @property
     def store(self) -> str:
-        """The name of its weights among those of all runs on the machine, while this process runs it."""
-        which = hashlib.blake2b(f"{self.path} {self.path.stat().st_ino}".encode(), digest_size=4).hexdigest()
-        return f"{re.sub(r'[^A-Za-z0-9_-]', '_', self.path.name)}-{which}-{os.getpid()}"
+        """The name of its weights among those of all runs on the machine."""
+        return f"{re.sub(r'[^A-Za-z0-9_-]', '_', self.path.name)}-{self._which}"
+
+    @property
+    def socket(self) -> Path:
+        """Where its processes find the control plane: beside the weights, since a socket's path must be short."""
+        from staleflow.servers.weights.segments import StoreRegistry  # loads PyTorch
+
+        return StoreRegistry(None).folder / f"{self._which}.sock"
+
+    @property
+    def _which(self) -> str:
+        """Tells it from all other runs, also from one that had this path before."""
+        return hashlib.blake2b(f"{self.path} {self.path.stat().st_ino}".encode(), digest_size=8).hexdigest()
 
     @property
     def lives(self) -> int:

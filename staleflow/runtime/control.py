@@ -151,8 +151,15 @@ class ControlPlane:
             self._lose(member)
             self._changed()
 
-    def recover(self) -> None:
-        """The server has been replayed from the journal: find out what happened while nobody was listening."""
+    def recover(self, reports: Iterable[Report] = ()) -> None:
+        """The server has been replayed from the journal: find out what happened while nobody was listening.
+
+        ``reports``: what instances have said since then, or said before and may not have been heard."""
+        self._feed.holds = True  # until everything is known
+        if self._feed.recover():
+            self._committed()
+        for report in reports:
+            self.on_report(report)
         held = {(member.name, name): epoch for member in self.members.values() for name, epoch in member.port.held()}
         for each in list(self.server):
             member = self.members.get(each.instance or "")
@@ -170,8 +177,7 @@ class ControlPlane:
             _, surplus = self.server.occupy(group) or (group, [])  # its last score may be all that was written
             if group.complete:
                 self._completed(group, surplus)
-        if self._feed.recover():
-            self._committed()
+        self._feed.holds = False
         self._feed.push_on()
         self._changed()
 

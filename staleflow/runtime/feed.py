@@ -25,6 +25,8 @@ class TrainerFeed:
         self._trainer = trainer
         self._consume = consume
         self._drop = drop
+        self.holds = False
+        """Whether nothing is handed over for now."""
         self._down = False
         self._over = False
 
@@ -35,7 +37,7 @@ class TrainerFeed:
     def push_on(self) -> None:
         """Hand over whatever can go now."""
         ledger = self._server.ledger
-        if self._down or self._over or ledger.frontier > ledger.version:
+        if self.holds or self._down or self._over or ledger.frontier > ledger.version:
             return
         step = ledger.frontier
         if self._consume == "stream" and (groups := self._server.take()):

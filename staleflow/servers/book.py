@@ -1,4 +1,4 @@
-"""What the events say: every group and trajectory that is live, kept by applying events and in no other way.
+"""Every live group and trajectory, as the events say. State changes only by applying events.
 
 ``TrajectoryServer`` decides which events may happen and writes them; this is the part that a replay needs. An event is
 applied by the method named after it, ``_on_admit`` and so on.
@@ -30,9 +30,9 @@ class Book:
         self.next_prompt = 0
         self.attempts: dict[int, int] = {}
         self.on_aborted: Callable[[Trajectory, str], None] = lambda _trajectory, _reason: None
-        """Told of every trajectory that ends without being trained, and why."""
+        """Called for every trajectory that ends without being trained, with the reason."""
         self.on_committed: Callable[[int, list[Group]], None] = lambda _step, groups: let_go(groups)
-        """Told of every step that is committed, with its groups, which the listener lets go of."""
+        """Called for every step that is committed, with its groups. Whoever listens calls ``let_go`` on them."""
         self._handlers: dict[str, Callable[..., None]] = {
             name.removeprefix("_on_"): getattr(self, name) for name in dir(self) if name.startswith("_on_")
         }
@@ -67,7 +67,7 @@ class Book:
     # Events
 
     def replay(self, events: Iterable[Event]) -> None:
-        """Apply events of an earlier life of this server."""
+        """Apply events that were written before."""
         for event in events:
             if event[0] not in NOTES:
                 self._apply(event)
@@ -215,7 +215,7 @@ class Book:
         return running
 
     def _drop(self, name: str) -> None:
-        """The payload of a trajectory, or the prompt of a group, is needed no more."""
+        """The payload of a trajectory, or the prompt of a group, is no longer needed."""
         if self.payloads is not None:
             self.payloads.drop(name)
             self._dropped.append(name)

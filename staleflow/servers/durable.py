@@ -338,7 +338,7 @@ class DurableJournal:
 
 
 def _one_transaction(queue: list[_Append | _Snapshot]) -> int:
-    """How many from the front of the queue to write at once: many share a sync, but nobody waits too long."""
+    """How many from the front of the queue to write at once: many share a sync, but no event waits too long."""
     size = 0
     for count, each in enumerate(queue, 1):
         if not isinstance(each, _Snapshot) and each[1] is not None:

@@ -1,4 +1,4 @@
-"""The life of a trajectory: its states, and the only ways from one to the next.
+"""The states of a trajectory, and the only ways from one to the next.
 
 ::
 
@@ -8,7 +8,7 @@
       +---- interrupted            aborted: from any state before consumed
 
 *Complete* and *consumed* are states of its whole group: every member that is needed is scored, and the group's step is
-committed. ``running -> queued`` is a trajectory whose instance died: it goes on elsewhere from the last token that was
+committed. ``running -> queued`` is a trajectory whose instance died: it resumes elsewhere from the last token that was
 streamed. An interrupted trajectory may still be reported as generated: it ended before the command reached it.
 """
 

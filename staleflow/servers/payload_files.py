@@ -68,6 +68,8 @@ class PayloadFiles:
         """The chunks of a range; None if they are damaged."""
         try:
             with self._path(place.file).open("rb") as file:
+                if not 0 <= place.offset <= place.offset + place.size <= os.fstat(file.fileno()).st_size:
+                    return None
                 file.seek(place.offset)
                 body = file.read(place.size)
         except FileNotFoundError:

@@ -9,7 +9,7 @@ numbers. Tokens arrive in chunks (``Chunk``), are checked once, and are handed o
 
 **The memory limit** is kept by counting the worst case: a trajectory that may still grow counts as if it had
 ``max_tokens``, one that has ended counts what it has. A group is admitted only if that fits (``room_for``). So nothing
-that was admitted is ever refused for want of memory, and the limit is never passed; what waits is the next prompt.
+that was admitted is ever refused for lack of memory, and the limit is never exceeded; what waits is the next prompt.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Limits:
             )
 
 
-class _Held:
+class _Arrays:
     """The arrays of one trajectory: as they came, and one piece once somebody has asked for them."""
 
     __slots__ = ("limit", "logprobs", "size", "tokens")
@@ -83,7 +83,7 @@ class Payloads:
         """Held now."""
         self.claimed = 0
         """Held at worst, when everything that may grow has grown."""
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _Arrays] = {}
 
     # Admission
 
@@ -93,10 +93,10 @@ class Payloads:
         return memory is None or self.claimed + self.limits.group_bytes(members, prompt_tokens) <= memory
 
     def admit(self, group: str, members: Sequence[str]) -> None:
-        """Make place for a group; its prompt is added as a chunk."""
+        """Make room for a group; its prompt is added as a chunk."""
         limit = self.limits.max_tokens * TOKEN_BYTES
-        self._held[group] = _Held(0)
-        self._held.update((name, _Held(limit)) for name in members)
+        self._held[group] = _Arrays(0)
+        self._held.update((name, _Arrays(limit)) for name in members)
         self.claimed += limit * len(members)
 
     def checked_prompt(self, prompt: int, length: int, ids: bytes) -> bytes:
@@ -112,7 +112,7 @@ class Payloads:
     # Growth
 
     def checked(self, name: str, known: int, total: int, chunk: Chunk | None) -> Chunk | None:
-        """The part of the chunk that is news, if it and the ``known`` tokens make the ``total`` that is reported."""
+        """The part of the chunk that is new, if it and the ``known`` tokens make the ``total`` that is reported."""
         limit = self.limits.max_tokens
         if total > limit:
             raise BadReportError(f"trajectory {name} reports {total} tokens, more than max_tokens={limit}")
@@ -229,7 +229,7 @@ def are_logprobs(values: bytes) -> bool:
     return bool(np.isfinite(many).all()) and bool(many.max() <= LOGPROB_SLACK)
 
 
-def _join(held: _Held) -> tuple[bytes, bytes]:
+def _join(held: _Arrays) -> tuple[bytes, bytes]:
     if type(held.tokens) is list:
         held.tokens, held.logprobs = b"".join(held.tokens), b"".join(cast(list[bytes], held.logprobs))
     return held.tokens, held.logprobs  # type: ignore[return-value]

@@ -5,9 +5,10 @@ applies it; ``replay`` applies events that were written before. So the server af
 to the last event that the journal kept.
 
 The server decides nothing about *where* a trajectory runs: it holds what waits (``queue``), takes placements
-(``place``), and refuses what comes from an earlier epoch or from nobody. Such a report is normal after a delay or a
-crash; ``on_refused`` hears of it. A report about the right trajectory with a content that cannot be true (a token
-outside the vocabulary, a log-probability that is no number, a version nobody has made) raises ``BadReportError``.
+(``place``), and refuses reports of an earlier epoch or of trajectories that are not live. Such a report is normal
+after a delay or a crash; ``on_refused`` is called for it. A report about the right trajectory that cannot be true (a
+token outside the vocabulary, a log-probability that is not a number, a version that does not exist) raises
+``BadReportError``.
 
 With ``payloads`` it also holds what the trajectories are made of; without (the simulator), only how long they are.
 """
@@ -54,7 +55,9 @@ class TrajectoryServer(Book):
         if payloads is not None:
             payloads.limits.check(ledger.batch_size, group_size + extra_members)
         self.on_refused: Callable[[str, str], None] = lambda _name, _why: None
-        """Told of every report that was no news, and why."""
+        """Called for every report that is refused, with the reason."""
+        self.least_epoch = 1
+        """Of placements from now on: those of an earlier term that were forgotten may have used later numbers."""
         self.short_of_memory = False
         """Whether the next prompt waits until payload has been consumed."""
         self._journal = journal
@@ -113,10 +116,10 @@ class TrajectoryServer(Book):
             if not self.ledger.lower(group.name, version):
                 return None
             self._record(("lower", group.name, version))
-        self._record(("route", name, instance, trajectory.epoch + 1))
+        self._record(("route", name, instance, max(trajectory.epoch + 1, self.least_epoch)))
         return trajectory
 
-    # What instances and reward workers report. The answer tells whether it was news.
+    # What instances and reward workers report. The answer says whether it was new.
 
     def stream(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None = None) -> bool:
         """Tokens so far, and those among them that are new. Keeps the longer of what is known and what is reported."""
@@ -257,7 +260,7 @@ class TrajectoryServer(Book):
         self._journal.append(event)
 
     def _record(self, event: Event, kept: tuple[str, Chunk] | None = None) -> None:
-        """Apply, then write: what cannot be applied is never written, and nobody outside has been told yet."""
+        """Apply, then write: what cannot be applied is never written, and nothing outside has seen it yet."""
         self._handlers[event[0]](*event[1:])
         if kept is not None and self.payloads is not None:
             self.payloads.add(*kept)
@@ -280,7 +283,7 @@ class TrajectoryServer(Book):
             )
         if trajectory.spans and not extends(trajectory.spans, spans):
             raise BadReportError(
-                f"trajectory {name} reports the versions {spans}, which do not go on from {trajectory.spans}"
+                f"trajectory {name} reports the versions {spans}, which do not continue {trajectory.spans}"
             )
         if self.payloads is None:
             return None
@@ -289,7 +292,7 @@ class TrajectoryServer(Book):
 
     def _within(self, group: Group, spans: Spans) -> bool:
         """Whether tokens this old may be in the group. They are older than its reservation if it was renewed while an
-        instance that was taken for dead went on; then the ledger must allow it."""
+        instance that was taken for dead continued; then the ledger must allow it."""
         if group.version is None or not spans:
             return True
         oldest = min(spans)[0]
@@ -315,7 +318,7 @@ class TrajectoryServer(Book):
 
 
 def extends(old: Spans, new: Spans) -> bool:
-    """Whether ``new`` says the same of the tokens that ``old`` knows (there are some), and only then goes on."""
+    """Whether ``new`` says the same of the tokens that ``old`` knows (there are some), and only then continues."""
     last = len(old) - 1
     return (
         len(new) > last and new[:last] == old[:last] and new[last][0] == old[last][0] and new[last][1] >= old[last][1]

@@ -161,10 +161,8 @@ class Cluster:
         self.down = False
         if not self.trainer.alive:
             self.control.on_trainer_lost()
-        self.control.recover()
         reports, self._undelivered = self._undelivered, []
-        for report in reports:
-            self.control.on_report(report)
+        self.control.recover(reports)
 
     # Parts
 

@@ -146,6 +146,9 @@ def assumptions(config: Config, setting: Setting) -> list[str]:
         if cut := sum(share for share, tokens in uncut.spread() if tokens > workload.max_tokens):
             found.append(f"rollout.max_tokens={workload.max_tokens} cuts off {cut:.1%} of the recorded responses: give "
                          "a higher one to keep them whole")  # fmt: skip
+        if not workload.source.has_prompts and cluster.prompt_tokens is None:
+            found.append(f"{cluster.trace} has no prompt_tokens, so prompts have the {config.longest_prompt} tokens "
+                         "that they may have: give cluster.prompt_tokens")  # fmt: skip
     elif cluster.lengths not in R1:
         spread = f"{cluster.lengths} lengths with a mean of {_mean(config):,.0f} tokens"
         found.append(f"{spread} are assumed: give cluster.lengths and cluster.mean_tokens, or --trace")
@@ -159,13 +162,14 @@ def assumptions(config: Config, setting: Setting) -> list[str]:
 
 def _workload(config: Config, source: Source | None) -> Workload:
     cluster, factor = config.cluster, 1.0
+    prompt_tokens = cluster.prompt_tokens or config.longest_prompt
     if source is None and cluster.trace is not None:
-        source = read_trace(cluster.trace, group_size=config.group_size)
+        source = read_trace(cluster.trace, config.group_size, prompt_tokens)
     elif source is None:
         default = 0.0 if cluster.lengths == "independent" else BETWEEN
         source = Sampled(
             servegen_r1_output() if cluster.lengths in R1 else DISTRIBUTIONS[cluster.lengths](_mean(config)),
-            prompt=Constant(cluster.prompt_tokens or config.longest_prompt),
+            prompt=Constant(prompt_tokens),
             between=default if cluster.between is None else cluster.between,
         )
         if cluster.lengths in R1:

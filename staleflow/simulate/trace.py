@@ -1,8 +1,8 @@
 """Recorded lengths, replayed in file order: one group of rows for each prompt, from the start again at the end.
 
-A trace is a CSV file (``.csv`` or ``.csv.gz``) with the columns ``prompt_tokens`` and ``output_tokens`` and, where
-several rows are samples of one prompt, ``group``. Mistakes are reported in one line: file, line, column, the value
-seen and what to write instead.
+A trace is a CSV file (``.csv`` or ``.csv.gz``) with the column ``output_tokens`` and perhaps ``prompt_tokens`` and,
+where several rows are samples of one prompt, ``group``. Mistakes are reported in one line: file, line, column, the
+value seen and what to write instead.
 
     trace = read_trace("lengths.csv", group_size=16)
     trace.length(prompt=0, sample=3, attempt=0)
@@ -25,7 +25,7 @@ OUTPUT_NAMES = ("output_tokens", "GeneratedTokens")
 MOST_TOKENS = 1_000_000_000
 
 Record = tuple[str | None, int, int, int]
-"""Group, prompt tokens, output tokens, line number."""
+"""Group, prompt tokens (0 if there is no such column), output tokens, line number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class Trace:
 
     prompts: tuple[int, ...]
     outputs: tuple[tuple[int, ...], ...]
+    has_prompts: bool = True
+    """Whether the lengths of prompts were recorded; otherwise all have the length that was given."""
 
     def __post_init__(self) -> None:
         require(len(self.prompts) > 0, "prompts", self.prompts, "at least one prompt length")
@@ -64,8 +66,11 @@ class Trace:
         return self
 
 
-def read_trace(path: str | Path, group_size: int = 16) -> Trace:
-    """Rows with the same ``group`` are samples of one prompt; without that column, ``group_size`` rows in a row are."""
+def read_trace(path: str | Path, group_size: int = 16, prompt_tokens: int = 512) -> Trace:
+    """Rows with the same ``group`` are samples of one prompt; without that column, ``group_size`` rows in a row are.
+
+    ``prompt_tokens`` is the length of all prompts if the file has none.
+    """
     require(group_size >= 1, "group_size", group_size, "a whole number from 1 upwards")
     file = _File(Path(path))
     try:
@@ -74,10 +79,18 @@ def read_trace(path: str | Path, group_size: int = 16) -> Trace:
         raise file.error(f"is not CSV ({cause}): write the path of a .csv or .csv.gz trace") from None
     if not rows:
         raise file.error("the file holds no rows: write a header and one row for each trajectory")
-    return _by_name(file, rows) if rows[0][0] else _consecutive(rows, group_size)
+    recorded = rows[0][1] > 0
+    if not recorded:
+        rows = [(group, prompt_tokens, output, line) for group, _, output, line in rows]
+    groups = _by_name(file, rows) if rows[0][0] else _consecutive(rows, group_size)
+    return Trace(*groups, recorded)
 
 
-def _by_name(file: "_File", rows: list[Record]) -> Trace:
+Groups = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+"""The prompts and the outputs of a trace."""
+
+
+def _by_name(file: "_File", rows: list[Record]) -> Groups:
     prompts: dict[str | None, int] = {}
     outputs: dict[str | None, list[int]] = {}
     for group, prompt, output, line in rows:
@@ -87,13 +100,13 @@ def _by_name(file: "_File", rows: list[Record]) -> Trace:
                 "rows of a group share one prompt, so write the same number or another group"
             )
         outputs.setdefault(group, []).append(output)
-    return Trace(tuple(prompts.values()), tuple(tuple(lengths) for lengths in outputs.values()))
+    return tuple(prompts.values()), tuple(tuple(lengths) for lengths in outputs.values())
 
 
-def _consecutive(rows: list[Record], group_size: int) -> Trace:
+def _consecutive(rows: list[Record], group_size: int) -> Groups:
     """The first row of each group gives the prompt: such files record requests that share no prompt."""
     groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
-    return Trace(tuple(group[0][1] for group in groups), tuple(tuple(row[2] for row in group) for group in groups))
+    return tuple(group[0][1] for group in groups), tuple(tuple(row[2] for row in group) for group in groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +122,17 @@ class _File:
         if not header:
             raise self.error("the file is empty: write a header line prompt_tokens,output_tokens and then the rows")
         reader.fieldnames = header
-        output, prompt = self._column(header, OUTPUT_NAMES), self._column(header, PROMPT_NAMES)
+        output, prompt = _column(header, OUTPUT_NAMES), _column(header, PROMPT_NAMES)
+        if output is None:
+            name, seen = OUTPUT_NAMES[0], shown(",".join(header))
+            raise self.error(f"line 1: no column {name}, only {seen}: name it {name} in the header")
         for row in reader:
             line = reader.line_num
             if None in row:
                 raise self.error(f"line {line}: more values than the {len(header)} columns: write 1024, not 1,024")
             group = self._group(line, row["group"]) if "group" in header else None
-            yield group, self._tokens(line, prompt, row[prompt]), self._tokens(line, output, row[output]), line
-
-    def _column(self, header: list[str], names: tuple[str, ...]) -> str:
-        for name in names:
-            if name in header:
-                return name
-        seen = shown(",".join(header))
-        raise self.error(f"line 1: no column {names[0]}, only {seen}: name it {names[0]} in the header")
+            before = 0 if prompt is None else self._tokens(line, prompt, row[prompt])
+            yield group, before, self._tokens(line, output, row[output]), line
 
     def _tokens(self, line: int, column: str, text: str | None) -> int:
         digits = (text or "").strip()
@@ -149,3 +159,7 @@ class _File:
         if "\0" in text:
             raise self.error("holds binary data: write the path of a .csv or .csv.gz trace")
         return io.StringIO(text, newline="")
+
+
+def _column(header: list[str], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if name in header), None)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from staleflow.registry import Entry, Registry
-from staleflow.settings import Amount, Count, Device, Limits, Positive, Section, Share, Whole
+from staleflow.settings import Amount, Count, Device, Positive, Range, Section, Share, Whole
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The matrices of a layer, as Llama, Mistral and Qwen name them."""
@@ -87,9 +87,9 @@ class Training(Section):
     """How the losses of tokens become one number: a mean over tokens, a mean over responses of the mean over their
     tokens, or their sum over ``rollout.max_tokens`` for each response. ``auto``: what the loss goes with
     (``sequence-mean`` for gspo, ``token-mean`` for the others), and ``fixed-length`` with dr_grpo."""
-    importance_cap: Annotated[float, Limits(above=0, infinite=True)] = 2.0
+    importance_cap: Annotated[float, Range(above=0, infinite=True)] = 2.0
     """Largest importance weight of ``truncated``."""
-    sequence_band: Annotated[tuple[float, float], Limits(infinite=True)] = (0.5, 2.0)
+    sequence_band: Annotated[tuple[float, float], Range(infinite=True)] = (0.5, 2.0)
     """For ``masked``: sequences whose mean ratio is outside are not trained on."""
 
     # Rewards and advantages
@@ -106,15 +106,15 @@ class Training(Section):
     # Terms of the loss
     eps_low: Share | None = None
     """Ratios are clipped to 1 - eps_low .. 1 + eps_high; null: the loss's own. 1 turns the lower clip off."""
-    eps_high: Annotated[float, Limits(0, infinite=True)] | None = None
+    eps_high: Annotated[float, Range(0, infinite=True)] | None = None
     """.inf turns the upper clip off."""
-    dual_clip: Annotated[float, Limits(above=1)] | None = None
+    dual_clip: Annotated[float, Range(above=1)] | None = None
     """For ppo and dapo: beyond this ratio, tokens of negative advantage have no gradient; null: they all have."""
     entropy_coefficient: Amount = 0.0
     kl_coefficient: Amount = 0.0
     """Weight of the divergence from the model that the run began with."""
     value_coefficient: Amount = 0.5
-    value_clip: Annotated[float, Limits(0, infinite=True)] = 0.2
+    value_clip: Annotated[float, Range(0, infinite=True)] = 0.2
     """How far a value may move in a step and still lower the loss; matters with several updates per step."""
 
     # Updates
@@ -128,7 +128,7 @@ class Training(Section):
     """What the learning rate does between warm-up and the last step."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: Amount = 0.0
-    clip_norm: Annotated[float, Limits(above=0, infinite=True)] = 1.0
+    clip_norm: Annotated[float, Range(above=0, infinite=True)] = 1.0
 
     # The model
     lora_rank: Whole = 0

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from staleflow.rollout.engine import Engine, LoadWeights, Request, Sampling, WeightSource
 from staleflow.tasks.task import Problem
-from staleflow.types import Evaluate, Evaluated, Moved, Stop
+from staleflow.types import Evaluate, Evaluated, Moved, Ready, Stop, TakeOver
 from staleflow.workers.link import Gone, Link
 
 KEPT = ".safetensors"
@@ -121,6 +121,8 @@ def serve(evaluator: Evaluator, link: Link) -> None:
             messages = list(link.receive(None))
             if any(isinstance(message, Stop) for message in messages):
                 return
+            if any(isinstance(message, TakeOver) for message in messages):
+                link.send(Ready(-1))
             asked = [message for message in messages if isinstance(message, Evaluate)]
             if any(message.now for message in asked):
                 for evaluated in evaluator.evaluate():

@@ -43,6 +43,7 @@ from staleflow.types import (
     Spans,
     Stop,
     Submit,
+    TakeOver,
     TrajectoryNews,
     Work,
     token_count,
@@ -108,11 +109,15 @@ class RolloutWorker:
         fence, applied = command.fence, self.applied
         if fence.incarnation != applied.incarnation or fence <= applied:
             return
-        if fence.term > applied.term:
-            self.applied = Fence(fence.term, applied.incarnation, 0)
-            self._early = {each: early for each, early in self._early.items() if each.term >= fence.term}
+        self.take_over(fence.term)
         self._early[fence] = command
         self._obey()
+
+    def take_over(self, term: int) -> None:
+        """A control plane of this term is there: nothing that an earlier one has said is applied any more."""
+        if term > self.applied.term:
+            self.applied = Fence(term, self.applied.incarnation, 0)
+            self._early = {each: early for each, early in self._early.items() if each.term >= term}
 
     def pull(self) -> None:
         """Load the requested version, or a newer one, and apply the commands behind it."""
@@ -165,8 +170,9 @@ class RolloutWorker:
                 self._failed.append(failed)
         return output
 
-    def report(self, everything: bool = False, costs: Costs = NO_COSTS) -> Report | None:
-        """Urgent news; with ``everything``, also new tokens of unfinished trajectories and the state. None: no news."""
+    def report(self, everything: bool = False, costs: Costs = NO_COSTS, holds: bool = False) -> Report | None:
+        """Urgent news; with ``everything``, also new tokens of unfinished trajectories and the state; with ``holds``,
+        also which trajectories are here. None: no news."""
         if not (everything or self.urgent):
             return None
         pulled = self._pulled
@@ -187,6 +193,7 @@ class RolloutWorker:
             self._failed,
             pulled,
             costs,
+            self.held() if holds else None,
         )
         self._finished, self._returned, self._failed, self._pulled = [], [], [], None
         return report
@@ -231,25 +238,32 @@ def draw_seed(seed: int, trajectory: str) -> int:
 
 
 def serve(worker: RolloutWorker, link: Link, clock: Callable[[], float] = time.perf_counter) -> None:
-    """Work until ``Stop`` comes, or until the control plane is gone."""
+    """Work until ``Stop`` comes, or until there is no control plane any more."""
     engine, meter = worker.engine, Meter(worker, clock)
     reported_at = streamed_at = clock()
     everything = True  # the first report says how much room there is
+    asked = False
+    """By a control plane that has taken over."""
     try:
         while True:
             if everything or (worker.urgent and clock() - reported_at >= TOGETHER_S):
-                link.send(meter.report(everything))
+                link.send(meter.report(everything, asked))
                 reported_at = clock()
                 streamed_at = reported_at if everything else streamed_at
+                asked = False
             wait = 0.0 if engine.busy else TOGETHER_S if worker.urgent else IDLE_S
             for message in link.receive(wait):
                 if isinstance(message, Stop):
                     return
+                if isinstance(message, TakeOver):
+                    worker.take_over(message.term)
+                    asked = True
+                    continue
                 worker.hear(message)
                 while worker.pulling is not None:
                     meter.pull()
-            if engine.busy:
+            if engine.busy and not asked:
                 meter.step()
-            everything = clock() - streamed_at >= (STREAM_S if engine.busy else IDLE_S)
+            everything = asked or clock() - streamed_at >= (STREAM_S if engine.busy else IDLE_S)
     except Gone:
         return

@@ -30,11 +30,13 @@ from staleflow.types import (
     Finish,
     Moved,
     Pushed,
+    Ready,
     Reset,
     Row,
     Save,
     Saved,
     Stop,
+    TakeOver,
     Trained,
 )
 from staleflow.workers.link import Gone, Link
@@ -96,7 +98,7 @@ class TrainerWorker:
         groups: list[list[Row]] = []
         step = -1
         handled = 0
-        for handled, message in enumerate(messages, 1):  # noqa: B007  # counted when all of it is done
+        for handled, message in enumerate(messages, 1):  # counted when all of it is done
             if isinstance(message, Feed):
                 step = message.step
                 groups += message.groups
@@ -113,6 +115,9 @@ class TrainerWorker:
                     self._fed, self._began = [], time.perf_counter()
                 case Save(folder=folder, also=also):
                     self._save(Path(folder), also)
+                case TakeOver():
+                    self._handled, self._said = -handled, 0  # it counts what it sends itself
+                    self._send(Ready(self.trainer.version))
                 case Stop():
                     return False
         self._feed(step, groups)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.cli import main
-from staleflow.commands.train import told
+from staleflow.commands.train import summary_text
 from staleflow.config import load, to_yaml
 from staleflow.run.directory import RunDirectory
 from staleflow.run.state import STATE
@@ -102,4 +102,4 @@ def test_a_summary_without_an_evaluation_can_be_shown(tmp_path: Path) -> None:
         "max_staleness": 0, "bound": 2, "violations": 0, "trainer_idle": 0.0, "control_overhead": 0.0,
         "tokens_wasted": 0, "seconds_to_90": None, "interrupted": True,
     }  # fmt: skip
-    assert "--resume" in told(summary, RunDirectory(tmp_path))
+    assert "--resume" in summary_text(summary, RunDirectory(tmp_path))

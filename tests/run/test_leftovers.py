@@ -101,7 +101,7 @@ def test_segments_whose_record_was_deleted_are_found(
 def test_a_store_between_two_trainers_of_a_live_run_is_not_reclaimed_by_another_run(
     registry: StoreRegistry, trainers: dict[str, subprocess.Popen[bytes]]
 ) -> None:
-    with claim("one", registry.folder):
+    with claim("one", registry=registry.folder):
         kill(trainers["one"])
         assert reclaim(registry.folder) == []
         assert all(each.exists() for each in segments(registry, "one"))

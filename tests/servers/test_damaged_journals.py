@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.servers.database import JournalError
+from staleflow.servers.payload_files import FileRange, PayloadFiles
+from staleflow.types import Chunk
 from tests.servers.random_server import image
 from tests.servers.test_durable import Pictured, random_journal, reopened
 
@@ -63,6 +65,15 @@ def test_damage_that_sqlite_quotes_in_its_message_is_one_line(written: Pictured)
     body = written.path.read_bytes()
     for at in range(body.index(b"CREATE"), 4096):
         damaged(written, written.path, body[:at] + bytes([body[at] ^ 128]) + body[at + 1 :])
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, -5), (-5, 5), (0, 2**62), (2**62, 5), (1, 0)])
+def test_a_range_outside_of_its_file_is_damage_and_not_a_traceback(tmp_path: Path, offset: int, size: int) -> None:
+    files = PayloadFiles(tmp_path, ())
+    place = files.write([("p0/0", Chunk.of(0, [1, 2], [-0.1, -0.2]))])
+    assert files.read(place) is not None
+    assert files.read(FileRange(place.file, offset, size, place.crc)) is None
+    files.close()
 
 
 @pytest.mark.slow

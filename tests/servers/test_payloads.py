@@ -202,7 +202,7 @@ def test_a_version_from_the_future_and_a_rewritten_past_are_refused(call: str) -
     before = image(server)
     for spans, message in (
         (((0, 3), (9, 1)), "has tokens of version 9, but the newest that can exist is 0"),
-        (((0, 2), (0, 2)), "which do not go on from"),
+        (((0, 2), (0, 2)), "which do not continue"),
     ):
         with pytest.raises(BadReportError, match=f"trajectory p0/0 .*{message}"):
             getattr(server, call)(name, 1, spans, content(name, 0, 4))

@@ -1,14 +1,10 @@
-"""Processes that push and pull weights until they are killed, for tests that kill them.
-
-They are forked from a server process that has imported torch once, so that a child costs milliseconds.
-"""
+"""Processes that push and pull weights until they are killed, for tests that kill them."""
 
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import contextlib
-import multiprocessing
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,16 +13,11 @@ from typing import Any
 import torch
 
 from staleflow.servers.weights import LocalParameterServer, WeightsError
+from tests.forked import context
 
 NAME = "killed"
 ELEMENTS = {"embed": 300_000, "norm": 17, "up": 200_000, "down": 100_000, "bias": 1, "head": 80_000}
 """About 2.7 MB: a push takes most of a millisecond."""
-
-
-def context() -> Any:
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["tests.servers.weights_processes"])
-    return found
 
 
 def filled(version: int) -> dict[str, torch.Tensor]:

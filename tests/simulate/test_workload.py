@@ -198,6 +198,13 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+def test_a_trace_without_prompt_lengths_is_read_with_the_length_that_is_given(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.csv", "output_tokens\n5\n7\n9\n")
+    assert read_trace(path, group_size=2, prompt_tokens=30) == Trace((30, 30), ((5, 7), (9,)), has_prompts=False)
+    named = write(tmp_path / "named.csv", "output_tokens,group\n5,a\n7,b\n9,a\n")
+    assert read_trace(named, prompt_tokens=30) == Trace((30, 30), ((5, 9), (7,)), has_prompts=False)
+
+
 GROUPED = "group,prompt_tokens,output_tokens\na,10,100\nb,20,200\na,10,110\n"
 
 
@@ -252,8 +259,6 @@ TWO = "prompt_tokens,output_tokens\n"
         (TWO + "1,1,024\n", "line 2: more values than the 2 columns: write 1024, not 1,024"),
         ("prompt_tokens,len\n1,2\n", "line 1: no column output_tokens, only 'prompt_tokens,len': "
          "name it output_tokens in the header"),
-        ("output_tokens\n1\n", "line 1: no column prompt_tokens, only 'output_tokens': "
-         "name it prompt_tokens in the header"),
         ("group," + TWO + ",1,2\n", "line 2: group is missing: write the name of the prompt the row belongs to"),
         ("group," + TWO + "a,1,2\na,3,2\n", "line 3: group 'a' has prompt_tokens 3 here and 1 before: "
          "rows of a group share one prompt, so write the same number or another group"),

@@ -5,7 +5,6 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import multiprocessing
 import signal
 import socket
 from collections.abc import Iterable
@@ -22,9 +21,10 @@ import staleflow.config
 from staleflow.runtime.local import child
 from staleflow.runtime.local.link import SocketLink, pack
 from staleflow.training import build, standby
-from staleflow.types import FromProcess, Setup
+from staleflow.types import FromProcess, Setup, ToProcess
 from staleflow.workers import trainer as worker
 from staleflow.workers.link import Gone
+from tests.forked import START_S, context
 
 __all__ = ["build", "peft", "staleflow", "standby", "transformers", "worker"]
 
@@ -34,22 +34,17 @@ def store_of(run: Path, attempt: int = 1) -> str:
     return f"test-{blake2b(str(run).encode(), digest_size=8).hexdigest()}-{attempt}"
 
 
-def context() -> Any:
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["tests.training.trainer_process"])
-    return found
-
-
 def main(end: socket.socket, log: Path) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     torch.set_num_threads(1)
-    child.main(end.detach())
+    child.serve(SocketLink(end, ToProcess))
 
 
 class TrainerProcess:
     def __init__(self, run: Path, model: Path, standby: bool, checkpoint: str = "", attempt: int = 1) -> None:
         ours, theirs = socket.socketpair()
         self._log = run / "trainer.log"
+        self._log.touch()
         self.process = context().Process(target=main, args=(theirs, self._log), daemon=True)
         self.process.start()
         theirs.close()
@@ -67,7 +62,7 @@ class TrainerProcess:
         """The next message; fails instead of waiting forever, or after its death."""
         while not self._heard:
             try:
-                messages = list(self._link.receive(60))
+                messages = list(self._link.receive(START_S))
             except Gone:
                 raise AssertionError(f"the trainer died: {self._log.read_text()}") from None
             assert messages, f"the trainer says nothing: {self._log.read_text()}"

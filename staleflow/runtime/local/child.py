@@ -1,7 +1,8 @@
-"""What every process of a run begins with: ``python -m staleflow.runtime.local.child FD``.
+"""What every process of a run begins with: ``python -m staleflow.runtime.local.child SOCKET NAME INCARNATION RUN``.
 
-The socket ``FD`` brings a ``Setup`` first. The process takes its place among the cores, loads what its role needs, says
-``Ready``, and serves until it is told to stop or the control plane is gone.
+It connects to the control plane at the socket, says its name, and gets a ``Setup``. It takes its place among the cores,
+loads what its role needs, says ``Ready``, and serves until it is told to stop, or until there has been no control plane
+for a while. The run's directory is among the arguments for those who look for its processes (``run/processes.py``).
 """
 
 from __future__ import annotations
@@ -9,21 +10,26 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 
-from staleflow.runtime.local.link import SocketLink
-from staleflow.types import Broken, Setup, ToProcess
-from staleflow.workers.link import Gone
+from staleflow.runtime.local.link import LastingLink
+from staleflow.types import Broken, Setup
+from staleflow.workers.link import Gone, Link
 from staleflow.workers.roles import build
 
 START_S = 60.0
 
 
-def main(descriptor: int) -> None:
+def main(path: str, name: str, incarnation: str) -> None:
+    serve(LastingLink(path, name, int(incarnation)))
+
+
+def serve(link: Link) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the control plane decides when to stop
-    link = SocketLink(socket.socket(fileno=descriptor), ToProcess)
-    setup = next(iter(link.receive(START_S)), None)
+    try:
+        setup = next(iter(link.receive(START_S)), None)
+    except Gone:
+        return
     if not isinstance(setup, Setup):
         sys.exit(f"no set-up came within {START_S:g} s")
     take_place(setup)
@@ -49,4 +55,4 @@ def take_place(setup: Setup) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*sys.argv[1:4])

@@ -1,13 +1,17 @@
-"""The processes of a run: started, listened to, replaced when they die, and stopped.
+"""The processes of a run: started or adopted, listened to, replaced when they die, and stopped.
 
     crew = Crew(directory, model, placement([0, 1], instances=2), Watchdog(), on_death)
-    await crew.start("instance", "i0", hear, ended)
+    await crew.listen()
+    crew.start("instance", "i0", hear, ended)
     crew.send("i0", message)
     await crew.within(crew.all_ready(), "start of all processes", 300)
     await crew.stop()
 
 Anything that the run cannot survive goes to ``fail``; whoever waits through ``within`` hears of it at once. After that
 nobody is replaced, until ``only`` says for whom it is still tried.
+
+Processes outlive the control plane. Those that an earlier one started are found and adopted by ``start``: they connect,
+say again what may not have been heard, and answer ``TakeOver``.
 """
 
 from __future__ import annotations
@@ -21,11 +25,16 @@ import msgspec
 
 from staleflow.errors import RunError
 from staleflow.run.directory import RunDirectory
+from staleflow.run.processes import Process, processes
+from staleflow.runtime.local.link import Channel, listen
 from staleflow.runtime.local.placement import Place
 from staleflow.runtime.local.process import Child
 from staleflow.runtime.restarts import Restarts
 from staleflow.runtime.watchdog import Standstill, Watchdog
-from staleflow.types import Broken, Ready, Role, Setup
+from staleflow.types import Broken, Hello, Ready, Role, Setup, Stop
+
+LOOK_S = 0.02
+"""How often to look whether everybody is ready."""
 
 Hear = Callable[[Child, Any], None]
 
@@ -39,8 +48,12 @@ class Crew:
         watchdog: Watchdog,
         on_death: Callable[[Child, str, float | None], None],
         checkpoint: Path | None = None,
+        term: int = 1,
+        standby: bool = False,
     ) -> None:
-        """``on_death`` is told how a process ended, and in how many seconds it is started again; None: it is not."""
+        """``on_death`` is told how a process ended, and in how many seconds it is started again; None: it is not.
+        ``term``: of the control plane. ``standby``: the trainer's place is taken from the start, by one that
+        continues from what an earlier one published."""
         self.children: dict[str, Child] = {}
         self.incarnations: dict[str, int] = {}
         """How often each was started."""
@@ -56,17 +69,35 @@ class Crew:
         self._model = model
         self._places = places
         self._checkpoint = checkpoint
+        self._term = term
+        self._standby = standby
+        self._socket = directory.socket
+        self._server: asyncio.Server | None = None
+        self._found: dict[str, Process] = {}
+        """Processes of an earlier control plane that nobody has adopted yet."""
         self._stopping = False
         self._replacing: set[asyncio.Task[None]] = set()
 
-    async def start(self, role: Role, name: str, hear: Hear, ended: Callable[[Child], None]) -> Child:
-        """Start a process of this name, the first or one in the place of another that has died.
+    async def listen(self) -> None:
+        """Processes can connect from now on, and those that are there already can be adopted."""
+        self._found = {each.name: each for each in processes(self._directory.path)}
+        self._server = await listen(self._socket, self._arrived)
+
+    @property
+    def orphans(self) -> list[str]:
+        """Processes of an earlier control plane that have not been adopted."""
+        return list(self._found)
+
+    def start(self, role: Role, name: str, hear: Hear, ended: Callable[[Child], None]) -> Child:
+        """A process of this name: one that is there already, the first, or one in the place of another that has died.
 
         ``hear`` gets its messages; ``ended`` is told at once when it dies while the run continues.
         """
+        found = self._found.pop(name, None)
         self.restarts.started(name, _now())
         self.watchdog.asked(name, "start", "its start", _now())
-        incarnation = self.incarnations[name] = self.incarnations.get(name, 0) + 1
+        incarnation = found.incarnation if found else self.incarnations.get(name, 0) + 1
+        self.incarnations[name] = incarnation
         place = self._places[name]
         setup = Setup(
             role,
@@ -79,9 +110,9 @@ class Crew:
             place.threads,
             place.nice,
             str(self._checkpoint or ""),
-            standby=incarnation > 1,
+            standby=self._standby or incarnation > 1,
         )
-        child = self.children[name] = Child(setup, self._directory.log(name))
+        child = self.children[name] = Child(setup, self._directory.log(name), self._term)
 
         def on_end() -> None:
             self.watchdog.forget(name)
@@ -91,8 +122,25 @@ class Crew:
                 self._replacing.add(task)
                 task.add_done_callback(self._replacing.discard)
 
-        await child.start(lambda message: self._hear(child, message, hear), on_end)
+        def on_message(message: Any) -> None:
+            self._hear(child, message, hear)
+
+        if found:
+            child.adopt(found.pid, on_message, on_end)
+        else:
+            child.start(self._socket, on_message, on_end)
         return child
+
+    def keep(self, position: int, durable: int) -> None:
+        """Tell everybody what they need not say again, by how far the journal is."""
+        for child in self.children.values():
+            child.keep(position, durable)
+
+    def reaped(self, pid: int, code: int) -> None:
+        """Somebody else was told how an adopted process ended."""
+        for child in self.children.values():
+            if child.pid == pid:
+                child.code = code
 
     def send(self, name: str, message: msgspec.Struct) -> None:
         self.children[name].send(message)
@@ -118,7 +166,17 @@ class Crew:
         self._wanted, self.failure = set(names), self._no_failure()
 
     async def all_ready(self) -> None:
-        await asyncio.gather(*(child.ready.wait() for child in self.children.values()))
+        """Until everybody is, but for those that the run can do without."""
+        while not all(child.ready.is_set() or name in self.optional for name, child in self.children.items()):
+            await asyncio.sleep(LOOK_S)
+
+    def give_up_adopted(self) -> None:
+        """Replace those that have not answered. A trainer may be in the middle of a step, an evaluator is not needed:
+        they have the watchdog's limits."""
+        for child in self.children.values():
+            if child.adopted and not child.ready.is_set() and child.setup.role == "instance":
+                child.hung = "the new control plane asked what it holds"
+                child.kill()
 
     async def within(self, work: Any, name: str, timeout_s: float | None = None) -> None:
         """Wait for something, but not longer than it may take, and not once the run has failed."""
@@ -138,6 +196,18 @@ class Crew:
             task.cancel()
         await asyncio.gather(*self._replacing, return_exceptions=True)
         await asyncio.gather(*(child.stop() for child in self.children.values()))
+        if self._server is not None:
+            self._server.close()
+            self._socket.unlink(missing_ok=True)
+
+    def _arrived(self, channel: Channel, hello: Hello) -> None:
+        child = self.children.get(hello.name)
+        if child is not None and child.pid == hello.pid and not child.ended.is_set() and not self._stopping:
+            child.arrived(channel, hello)
+        elif (found := self._found.get(hello.name)) is None or found.pid != hello.pid:
+            channel.send(Stop())  # nobody needs it any more
+        else:
+            channel.close()  # its turn comes: it tries again
 
     def _hear(self, child: Child, message: Any, hear: Hear) -> None:
         if isinstance(message, Broken):
@@ -168,7 +238,7 @@ class Crew:
             if not self._matters(name) or self.children[name] is not child:
                 return
             try:
-                await self.start(role, name, hear, ended)
+                self.start(role, name, hear, ended)
             except OSError as error:
                 self.fail(f"{name} cannot be started again ({error})")
         elif name not in self.optional:

@@ -1,8 +1,9 @@
-"""One process of a run, as the control plane's process sees it: start, talk, notice the end, stop.
+"""One process of a run, as the control plane's process sees it: start or adopt, talk, notice the end, stop.
 
 child = Child(setup, log=run / "logs" / "i0.log")
-await child.start(on_message, on_end)
-child.send(Stop())
+child.start(socket, on_message, on_end)         # or child.adopt(pid, ...) if an earlier control plane started it
+child.arrived(channel, hello)                   # it has connected
+child.send(Finish(3))
 await child.stop()
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,19 +22,32 @@ from typing import Any
 import msgspec
 
 from staleflow.errors import ending
+from staleflow.run.processes import MODULE
 from staleflow.runtime.local.link import Channel
-from staleflow.types import FromProcess, Setup, Stop
+from staleflow.servers.weights.segments import start_time
+from staleflow.types import Hello, Kept, Setup, Stop, TakeOver
 
 STOP_S = 10.0
 """A process that has been told to stop gets so long; then it is killed."""
 REAP_S = 2.0
 """How long one that has closed its connection may take to end."""
+LAST_WORDS_S = 0.5
+"""How long after its end a process may still be heard: what it said last is read first."""
+POLL_S = 0.25
+"""How often to look where the kernel does not tell of an end."""
 
 
 class Child:
-    def __init__(self, setup: Setup, log: Path) -> None:
+    def __init__(self, setup: Setup, log: Path, term: int = 1) -> None:
         self.setup = setup
         self.log = log
+        self.term = term
+        """Of the control plane."""
+        self.pid = 0
+        self.adopted = False
+        """Whether an earlier control plane started it."""
+        self.code: int | None = None
+        """Exit status, once known; of an adopted one only if somebody tells."""
         self.ready = asyncio.Event()
         self.ended = asyncio.Event()
         self.broken = False
@@ -43,16 +56,17 @@ class Child:
         """What it stood still at, if it was killed for that."""
         self._log_begin = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._began: int | None = 0
+        """Start time of the process: with its pid, who it is."""
         self._channel: Channel | None = None
+        self._unkept = 0, 0
+        """The number of a message that was heard, and the position of the journal after all that came of it."""
+        self._on_message: Callable[[Any], None] = lambda _: None
+        self._on_end: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
         return self.setup.name
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
 
     @property
     def cpu_s(self) -> float:
@@ -63,8 +77,7 @@ class Child:
             return 0.0
         return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
-    async def start(self, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
-        ours, theirs = socket.socketpair()
+    def start(self, path: Path, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
         threads = str(self.setup.threads)
         environment = os.environ | {
             "OMP_NUM_THREADS": threads,
@@ -73,55 +86,67 @@ class Child:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        with self.log.open("ab") as log, theirs:
+        with self.log.open("ab") as log:
             self._log_begin = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "staleflow.runtime.local.child", str(theirs.fileno())],
+                [sys.executable, "-m", MODULE, str(path), self.name, str(self.setup.incarnation), self.setup.run],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[theirs.fileno()],
                 env=environment,
                 start_new_session=True,  # Ctrl-C is for the control plane alone
             )
+        self._attend(self._process.pid, on_message, on_end)
 
-        def ended() -> None:
-            self.ended.set()
-            on_end()
+    def adopt(self, pid: int, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
+        """One that is alive already, and will connect."""
+        self.adopted = True
+        with suppress(OSError):
+            self._log_begin = self.log.stat().st_size
+        self._attend(pid, on_message, on_end)
 
-        self._channel = await Channel.open(ours, FromProcess, on_message, ended)
-        self.send(self.setup)
+    def arrived(self, channel: Channel, hello: Hello) -> None:
+        self._channel = channel
+        channel.on_message, channel.on_end = self._on_message, self._end
+        self.send(TakeOver(self.term) if hello.set_up else self.setup)
 
     def send(self, message: msgspec.Struct) -> None:
         if self._channel is not None:
             self._channel.send(message)
 
+    def keep(self, position: int, durable: int) -> None:
+        """Called from time to time with how far the journal is: tells the process what it need not say again."""
+        number, needed = self._unkept
+        if self._channel is not None and needed <= durable:
+            if number:
+                self.send(Kept(number))
+            heard = self._channel.heard
+            self._unkept = (heard, position) if heard > number else (0, 0)
+
     def kill(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self._alive():
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
 
     async def how_it_ended(self) -> str:
         """Once its connection is closed. One that lives on without it is killed."""
-        assert self._process is not None
-        with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, REAP_S)
-        code = self._process.poll()
+        await self._gone()
         self.kill()
-        return "stood still" if self.hung else ending(code)
+        return "stood still" if self.hung else ending(self.code)
 
     async def stop(self) -> None:
         """Tell it to stop, wait for a while, then make it."""
-        if self._process is None:
+        if not self.pid:
             return
         self.send(Stop())
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
-                await self.ended.wait()
         if self._channel is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await self.ended.wait()
             self._channel.close()
+            await self._gone()
         self.kill()
-        await asyncio.to_thread(self._process.wait)
+        await self._gone()
 
     def last_words(self) -> str:
         """The last that this one wrote to its log: usually why it died."""
@@ -130,3 +155,56 @@ class Child:
         except OSError:
             return ""
         return lines[-1][:300] if lines else ""
+
+    # Within
+
+    def _attend(self, pid: int, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
+        self.pid, self._began = pid, start_time(pid)
+        self._on_message, self._on_end = on_message, on_end
+        loop = asyncio.get_running_loop()
+        try:
+            handle = os.pidfd_open(pid)
+        except (AttributeError, OSError):  # not Linux, or gone already
+            loop.call_later(POLL_S, self._poll)
+            return
+
+        def dead() -> None:
+            loop.remove_reader(handle)
+            os.close(handle)
+            self._dead()
+
+        loop.add_reader(handle, dead)
+
+    def _poll(self) -> None:
+        if self._alive():
+            asyncio.get_running_loop().call_later(POLL_S, self._poll)
+        else:
+            self._dead()
+
+    def _dead(self) -> None:
+        """The end of its connection follows, behind its last words."""
+        if self._channel is None:
+            self._end()
+        else:
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._end)
+
+    def _end(self) -> None:
+        if not self.ended.is_set():
+            self.ended.set()
+            self._on_end()
+
+    def _alive(self) -> bool:
+        if self._process is not None:
+            self.code = self._process.poll()
+            return self.code is None
+        return bool(self.pid) and self._began is not None and start_time(self.pid) == self._began
+
+    async def _gone(self) -> None:
+        """Until the process has ended, for a while."""
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self.code = await asyncio.to_thread(self._process.wait, REAP_S)
+            return
+        until = asyncio.get_running_loop().time() + REAP_S
+        while self._alive() and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.02)

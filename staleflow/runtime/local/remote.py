@@ -24,12 +24,13 @@ class RemoteInstance:
         self.name = child.name
         self.tokens, self.busy_s = 0, 0.0
         """Generated, and seconds of steps."""
-        self._unseen = 0
-        """Tokens of those that it had not sent at its last report."""
+        self.child = child
         self.since = _now()
         self.joined = False
         """Whether it may get work."""
-        self._child = child
+        self._unseen = 0
+        """Tokens of those that it had not sent at its last report."""
+        self._held: list[tuple[str, int]] = []
         self._heard = Heard(_now(), incarnation, Fence(0, incarnation, 0), InstanceState(version=-1))
 
     @property
@@ -40,6 +41,8 @@ class RemoteInstance:
         self._heard = Heard(_now(), report.incarnation, report.applied, report.state)
         self.tokens += report.costs.tokens
         self.busy_s += report.costs.busy_s
+        if report.held is not None:
+            self._held = report.held
         sent = sum(len(each.chunk.tokens) // 4 for each in _news(report) if each.chunk is not None)
         self._unseen = max(0, self._unseen + report.costs.tokens - sent) if report.state.running else 0
 
@@ -49,14 +52,14 @@ class RemoteInstance:
         return self._unseen + round(since_s * self.tokens / max(self.busy_s, 1e-9))
 
     def send(self, command: Command) -> None:
-        self._child.send(command)
+        self.child.send(command)
 
     def heard(self) -> Heard:
         return self._heard
 
     def held(self) -> list[tuple[str, int]]:
-        """A process never outlives the control plane that started it."""
-        return []
+        """When it was adopted; nothing if it was started by this control plane."""
+        return self._held
 
 
 class RemoteTrainer:
@@ -77,6 +80,10 @@ class RemoteTrainer:
         self._asked = asked
         self._child: Child | None = None
         self._sent = 0
+
+    def made(self, version: int) -> None:
+        """It is safe, whoever says so and however late."""
+        self.version = max(self.version, version)
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:
         rows = [self._server.rows([group]) for group in groups]

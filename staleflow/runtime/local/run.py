@@ -6,6 +6,11 @@
 Processes that die or stand still are replaced, and nobody's work is lost: trajectories continue elsewhere, and a new
 trainer takes over the last version with everything that belongs to it. Whatever else ends a run (Ctrl-C, SIGTERM,
 SIGHUP, a failure that it cannot survive) leaves a checkpoint, or the message says that none could be made.
+
+If this process dies, the others wait for another: a ``LocalRun`` on the same directory takes over *in place*. It has
+the state from the journal, adopts the processes, hears what nobody heard, and continues.
+
+What processes say is in ``hearing``, what goes wrong in ``watching``, the last checkpoint in ``rescuing``.
 """
 
 from __future__ import annotations
@@ -20,61 +25,49 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.config import Config
-from staleflow.config.machine import free_memory
-from staleflow.config.memory import trajectory_bytes
 from staleflow.coordinator.cost import CostModel
-from staleflow.errors import StaleFlowError, line_of
-from staleflow.protocol import StalenessLedger
+from staleflow.errors import StaleFlowError
 from staleflow.reward.pool import PoolPort, RewardPool
-from staleflow.run.checkpoints import newest
 from staleflow.run.costs import RunCosts
 from staleflow.run.decisions import DecisionLog
 from staleflow.run.directory import RunDirectory
 from staleflow.run.incidents import Incidents, count
+from staleflow.run.opening import open_state
 from staleflow.run.origin import ORIGIN, origin_of
 from staleflow.run.parts import sizes
 from staleflow.run.record import Record
-from staleflow.run.state import STATE, pack_state, unpack_state
+from staleflow.run.state import STATE, pack_state
 from staleflow.run.step_log import StepLog
-from staleflow.runtime.control import ControlPlane, Settings, StalledError
+from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.local.crew import Crew, RunError
 from staleflow.runtime.local.evaluations import Evaluations
+from staleflow.runtime.local.hearing import Hearing
 from staleflow.runtime.local.placement import placement
-from staleflow.runtime.local.process import Child
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
+from staleflow.runtime.local.rescuing import Rescue
 from staleflow.runtime.local.saving import Saving
-from staleflow.runtime.local.stillness import QUIET_S, STALL_S, Stillness
+from staleflow.runtime.local.stillness import STALL_S
+from staleflow.runtime.local.supervisor import Supervisor
+from staleflow.runtime.local.taking_over import take_over
+from staleflow.runtime.local.watching import Watching
 from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.runtime.watchdog import Watchdog
 from staleflow.servers.book import let_go
 from staleflow.servers.database import JournalError
-from staleflow.servers.durable import DurableJournal
 from staleflow.servers.filters import FILTERS
 from staleflow.servers.lifecycle import Group, Trajectory
-from staleflow.servers.payloads import Limits, Payloads
-from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.servers.weights import claim, standby_of
 from staleflow.tasks.opening import TaskSet, decoder_of
-from staleflow.types import Evaluate, Evaluated, Moved, Pushed, Ready, Report, Saved, Trained
+from staleflow.types import Evaluate, Trained
 
 __all__ = ["LocalRun", "RunError"]
 
 START_S = 300.0
-RESCUE_S = 300.0
-"""For the checkpoint of a run that has failed."""
-RETRY_S = 5.0
-"""The last checkpoint is tried again this often on a full disk."""
-STOPPED_S = 30.0
-"""And for no longer than this once somebody has asked the run to stop."""
+ADOPTED_S = 10.0
+"""An instance of an earlier control plane that has not answered after this time is replaced."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CYCLE_S = 0.05
 """Decisions are made at most this often: steps of a laptop run take a fraction of a second."""
-MOST_FAILURES = 256
-"""A reward that fails so often in a row is not unlucky but broken."""
-VIEW_S = 0.25
-LAZY_S = 0.25
-"""Only the trainer waits for the journal: instances and reward workers end with this process, so whatever they have
-heard that was not durable is forgotten on both sides."""
 
 
 class Interrupted(RunError):  # noqa: N818  # an event, not a mistake
@@ -94,9 +87,10 @@ class LocalRun:
         checkpoint: Path | None = None,
         show: Callable[[LocalRun], None] = lambda _: None,
         tell: Callable[[str], None] = lambda _: None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         """``cost`` is a first guess of what a decoding step takes; ``show`` is called a few times a second; ``tell``
-        gets a line for everything that goes wrong."""
+        gets a line for everything that goes wrong; ``supervisor``: of this process."""
         self.config = config
         self.directory = directory
         self.task = task
@@ -112,60 +106,77 @@ class LocalRun:
         self._cost = cost
         self._checkpoint = checkpoint
         self._origin = origin_of(config, task.fingerprint, model)
-        self._steps = StepLog(directory.metrics)
+        self.steps = StepLog(directory.metrics)
         self._decisions = DecisionLog(directory.decisions, on_trouble=self.incidents.note)
         self.training = False
-        self._started = self._rescuing = False
-        self._stillness = Stillness()
+        self.started = False
+        """Whether every process is ready."""
+        self.in_place = False
+        """Whether this continues with processes of a control plane that died."""
         self._began = self._cpu_began = 0.0
         self._before_s = 0.0
         """Seconds of training in earlier attempts of the run."""
-        self._shown_s = 0.0
-        """CPU seconds for what people look at."""
-        self._report: Trained | None = None
-        """What the trainer said of the latest step."""
-        self._failures = 0
-        """Rewards that failed since the last one that did not."""
-        self._scored = 0
-        self._paused = False
+        self._supervisor = supervisor
+        self.hearing = Hearing(self)
+        self.watching = Watching(self)
+        self.rescue = Rescue(self)
         self.costs = RunCosts()
 
     async def execute(self) -> dict[str, Any]:
         """The whole run. Returns its summary."""
-        self._loop = asyncio.get_running_loop()
-        config = self.config
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-        places = placement(cores, config.rollout.instances, config.processes.threads, config.processes.pin)
-        self.crew = Crew(self.directory, self._model, places, self.watchdog, self._on_death, self._checkpoint)
+        self.loop = asyncio.get_running_loop()
+        left = take_over(self.directory, self.config)
+        self.in_place = bool(left)
         store = self.directory.store
-        with claim(store), claim(standby_of(store)):
+        with claim(store, standby_of(store), keep=self.in_place):
             self._open()
             for each in SIGNALS:
-                self._loop.add_signal_handler(each, self._interrupt, each)
-            beside = [self._beside(self._show_for_ever(), "view"), self._beside(self._watch_for_ever(), "watch")]
+                self.loop.add_signal_handler(each, self._signalled, each)
+            beside = [
+                self._beside(self.watching.show_forever(), "view"),
+                self._beside(self.watching.forever(), "watch"),
+            ]
+            if self._supervisor is not None:
+                self._supervisor.tell(self.directory.path)
+                self._supervisor.attend(self._interrupt, self.crew.reaped)
             try:
                 await self._run()
             except Exception as error:
                 if self._began:
-                    _add(error, await self._rescued())
+                    _add(error, await self.rescue.rescued())
                 raise
             finally:
                 for task in beside:
                     task.cancel()
                 await self._close()
                 for each in SIGNALS:
-                    self._loop.remove_signal_handler(each)
+                    self.loop.remove_signal_handler(each)
+                if self._supervisor is not None:
+                    self._supervisor.leave()
         self._write_profile()
         return self.summary()
 
     async def _run(self) -> None:
-        await self.crew.within(self._start(), "start of all processes", START_S)
-        self._started = True
+        if self.in_place:
+            self._say_so()
+            self.crew.optional.add("evaluator")
+        limit_s = None if self.in_place else START_S  # a trainer at work comes when it has finished
+        await self.crew.within(self._start(), "start of all processes", limit_s)
+        self.started = True
         self.crew.optional.add("evaluator")
-        await self._evaluate()
+        if not self.in_place or not self.server.ledger.version:
+            await self._evaluate()
         await self._train()
-        await self._save_last()
+        await self.rescue.save_last()
         await self._evaluate()
+
+    def _say_so(self) -> None:
+        """The death of the control plane before this one is an incident of the run like any other."""
+        how = self._supervisor.died if self._supervisor is not None and self._supervisor.died else "not known how"
+        count(self.record.restarts, "control", how)
+        there = ", ".join(sorted(self.crew.orphans))
+        version = self.server.ledger.version
+        self.incidents.note(f"the control plane died: {how}; it continues at step {version} with {there}")
 
     def _beside(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Something that runs as long as the run does; if it cannot, that is a mistake of ours, and ends it."""
@@ -174,7 +185,7 @@ class LocalRun:
             if not task.cancelled() and (error := task.exception()) is not None:
                 self.crew.fail(error if isinstance(error, Exception) else str(error))
 
-        task = self._loop.create_task(work, name=name)
+        task = self.loop.create_task(work, name=name)
         task.add_done_callback(ended)
         return task
 
@@ -199,45 +210,48 @@ class LocalRun:
     def _open(self) -> None:
         """The state of the run: empty, or that of the checkpoint."""
         config = self.config
-        self._attempt = self.directory.lives + 1
-        self.journal = DurableJournal(self.directory.journal(self._attempt), lazy_s=LAZY_S)
-        memory = trajectory_bytes(config, free_memory())
-        limits = Limits(config.rollout.max_tokens, self.task.max_prompt_tokens, self.task.vocab_size, memory)
-        ledger = StalenessLedger(config.groups, config.staleness, config.redundancy)
-        self.payloads = Payloads(limits)
-        self.server = TrajectoryServer(ledger, config.group_size, config.extra_members, self.journal, self.payloads)
-        if self._checkpoint is not None:
-            self.record = unpack_state((self._checkpoint / STATE).read_bytes(), self.server, self.journal)
-            self.record.lives = self._attempt
-            self._before_s = self.record.seconds
+        opened = open_state(config, self.directory, self.task, self._checkpoint, self.in_place)
+        self.server, self.payloads, self.journal = opened.server, opened.payloads, opened.journal
+        self.record, self._attempt, self._resumed = opened.record, opened.attempt, opened.resumed
+        self.server.least_epoch = self._attempt << 20
+        self._before_s = self.record.seconds
+        self.crew = self._crew()
         self.server.on_committed = self._committed
         self.server.on_aborted = self._aborted
         self.outbox = Outbox(self.journal)
-        self.journal.on_durable = self.outbox.waker(self._loop)
-        self._trainer = RemoteTrainer(self.crew, self.server, self.server.ledger.version, self._trainer_asked)
-        self._saving = Saving(
+        self.journal.on_durable = self.outbox.waker(self.loop)
+        self.trainer = RemoteTrainer(self.crew, self.server, self.server.ledger.version, self.hearing.trainer_asked)
+        self.saving = Saving(
             self.directory,
             config.checkpoints,
             lambda: {STATE: pack_state(self.server, self.record), ORIGIN: self._origin},
-            lambda folder, also: self.outbox.send(self._trainer.save, folder, also),
-            lambda why, line: self._failed("checkpoint", why, line),
+            lambda folder, also: self.outbox.send(self.trainer.save, folder, also),
+            lambda why, line: self.failed("checkpoint", why, line),
         )
-        self._evaluations = Evaluations(self._send_evaluate, self._evaluation_missing)
+        self.evaluations = Evaluations(self._send_evaluate, self._evaluation_missing)
         self._log = os.open(self.directory.log("reward"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._pool = RewardPool(
+        self.pool = RewardPool(
             config.reward,
-            self._on_scored,
-            self._on_score_failed,
+            self.hearing.reward,
+            self.hearing.reward_failed,
             stderr=self._log,
             decoder=decoder_of(config.data, self._model),
-            on_away=self._reward_away,
-            on_lost=self._reward_worker_lost,
+            on_away=self.hearing.reward_away,
+            on_lost=self.hearing.reward_worker_lost,
         )
         self.control = self._control()
 
+    def _crew(self) -> Crew:
+        config, processes = self.config, self.config.processes
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+        places = placement(cores, config.rollout.instances, processes.threads, processes.pin)
+        died = self.watching.death
+        parts = self.directory, self._model, places, self.watchdog, died, self._checkpoint
+        return Crew(*parts, self._attempt, standby=self.in_place)
+
     def _control(self) -> ControlPlane:
         config = self.config
-        port = PoolPort(self._pool, self.task.prompts.problem, self.payloads.token_bytes)
+        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes)
         settings = Settings(
             config.strategies,
             self._cost,
@@ -247,7 +261,7 @@ class LocalRun:
             reward_tries=config.reward.tries,
             pull_s=0.1,
         )
-        trainer = HeldTrainer(self._trainer, self.outbox, self.costs.finish.add)
+        trainer = HeldTrainer(self.trainer, self.outbox, self.costs.finish.add)
         control = ControlPlane(settings, self.server, trainer, port, self.task.prompts, term=self._attempt)
         control.scoring.on_answer = self.costs.reward.add
         control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
@@ -255,221 +269,28 @@ class LocalRun:
         return control
 
     async def _start(self) -> None:
-        await self._start_trainer()
+        await self.crew.listen()
+        self.start_trainer()
         for at in range(self.config.rollout.instances):
-            await self.crew.start("instance", f"i{at}", self._from_instance, self._instance_ended)
-        await self.crew.start("evaluator", "evaluator", self._from_evaluator, lambda _: self._evaluations.died())
-        await self._pool.start()
+            self.crew.start("instance", f"i{at}", self.hearing.instance, self.hearing.instance_ended)
+        self.crew.start("evaluator", "evaluator", self.hearing.evaluator, lambda _: self.evaluations.died())
+        self.loop.call_later(ADOPTED_S, self.crew.give_up_adopted)
+        await self.pool.start()
         await self.crew.all_ready()
 
-    async def _start_trainer(self) -> Child:
-        return await self.crew.start("trainer", "trainer", self._from_trainer, lambda _: None)
-
-    # What the processes say
-
-    def _from_instance(self, child: Child, message: Any) -> None:
-        match message:
-            case Ready():
-                self.instances[child.name] = RemoteInstance(child, self.crew.incarnations[child.name])
-            case Report():
-                port = self.instances[child.name]
-                port.hear(message)
-                self.costs.hear(message.costs)
-                self.watchdog.done(child.name, "report", self._loop.time())
-                self.watchdog.asked(child.name, "report", "its next report", self._loop.time())
-                child.ready.set()
-                if not self.training:
-                    return
-                if port.joined:
-                    self.control.on_report(message)
-                elif self.crew.restarts.trusted(child.name, self._loop.time() - port.since):
-                    self._join(port)
-
-    def _join(self, port: RemoteInstance) -> None:
+    def join(self, port: RemoteInstance) -> None:
         port.joined = True
         self.control.join(port)
 
-    def _instance_ended(self, child: Child) -> None:
-        if (port := self.instances.get(child.name)) is not None:
-            self.record.instance_busy_s += port.busy_s
-            self.record.tokens_lost += port.unseen()
-        if self.training:
-            self.control.left(child.name)
-
-    def _from_trainer(self, child: Child, message: Any) -> None:
-        match message:
-            case Ready(version=version):
-                child.ready.set()
-                self._trainer.version = version
-                if self.crew.incarnations[child.name] > 1:
-                    self._trainer_back(version)
-            case Pushed(version=version):
-                self._trainer.version = version
-                self._trainer_did("feed", "finish")
-                self.control.on_pushed(version)
-            case Trained():
-                self._report = message
-            case Saved():
-                self._trainer_did("save")
-                self._saving.heard(message)
-            case Moved(handled=handled, why=why):
-                if why:
-                    self.incidents.rarely("trainer", f"paused: {why}: make room", self._loop.time())
-                if self._trainer.has_done(handled):
-                    self._trainer_did("feed")
-
-    def _trainer_asked(self, kind: str, what: str, size: float) -> None:
-        self.watchdog.asked("trainer", kind, what, self._loop.time(), size)
-
-    def _trainer_did(self, *kinds: str) -> None:
-        for kind in kinds:
-            self.watchdog.done("trainer", kind, self._loop.time())
-
-    def _trainer_back(self, version: int) -> None:
-        """Another trainer has taken over. What was sent to the dead one was sent to nobody."""
-        self.incidents.note(f"the trainer was replaced at version {version}")
-        if self._rescuing:
-            self.control.on_trainer_lost()
-            self.control.stop()
-        elif self.training:
-            self.control.on_trainer_lost()
-            self.control.on_trainer_back()
-        self._saving.trainer_back(version)
-
-    def _from_evaluator(self, child: Child, message: Any) -> None:
-        match message:
-            case Ready():
-                child.ready.set()
-                self._evaluations.back()
-            case Evaluated():
-                self._heard_evaluation(message)
-
-    def _heard_evaluation(self, message: Evaluated) -> None:
-        self._evaluations.answered(message.version)
-        if not self._evaluations.open:
-            self.watchdog.done("evaluator", "evaluate", self._loop.time())
-        if message.failed:
-            what = f"{message.failed} held-out responses of version {message.version}"
-            self._failed("evaluation", "responses not scored", f"{what} could not be scored, last: {message.why}")
-        if message.accuracy is None:
-            return
-        self.record.evaluated(message.version, message.accuracy)
-        goal = self.config.stop_at
-        if goal is not None and message.accuracy >= goal and self.training:
-            self.control.stop()
-
-    def _on_scored(self, name: str, reward: float) -> None:
-        self._failures = 0
-        self._scored += 1
-        self.control.on_scored(name, reward)
-
-    def _on_score_failed(self, name: str, why: str) -> None:
-        if self.control.over:
-            return
-        self._failures += 1
-        count(self.record.failures, "reward", "not scored")
-        self.incidents.rarely("reward", f"reward of {name} failed: {why}", self._loop.time())
-        if (away_s := self._pool.away_s) >= self.config.reward.patience_s > 0:
-            self.crew.fail(f"the reward service has been away for {away_s:.0f} s (reward.patience_s), last: {why}")
-        elif self._failures >= MOST_FAILURES:
-            self.crew.fail(f"the reward failed {self._failures} times in a row, last: {why}")
-        self.control.on_score_failed(name, why)
-
-    def _reward_away(self, why: str) -> None:
-        count(self.record.failures, "reward", "service away")
-        left = self.config.reward.patience_s - self._pool.away_s
-        self.incidents.rarely("away", f"{why}; asked again for {left:.0f} s", self._loop.time())
-
-    def _reward_worker_lost(self, why: str) -> None:
-        """One that was killed for its silence, or died by itself; another is started for the next response."""
-        count(self.record.restarts, "reward", why.partition(" (")[0] if "nonsense" in why else why)
-        self.incidents.rarely("reward worker", f"a reward worker was lost: {why}; started again", self._loop.time())
-
-    # What goes wrong
-
-    def _on_death(self, child: Child, how: str, pause_s: float | None) -> None:
-        name, role = child.name, child.setup.role
-        count(self.record.restarts, role, how)
-        how = f"stood still ({child.hung}) and was killed" if child.hung else f"died: {how}"
-        words = f": {said}" if (said := child.last_words()) else ""
-        after = "" if child.broken or pause_s is None else "; started again" + (f" in {pause_s:g} s" if pause_s else "")
-        self.incidents.note(f"{name} {how}{words}{after}")
-        if role == "trainer" and not self.config.processes.standby and not child.broken:
-            self.crew.fail(f"the trainer {how}{words}, and processes.standby is off (see {child.log})")
-        elif role == "evaluator" and pause_s is None:
-            self._evaluations.end(f"the evaluator {how}{words} (see {child.log})")
-
-    def _failed(self, what: str, why: str, line: str) -> None:
-        count(self.record.failures, what, why)
-        self.incidents.note(line)
-
-    async def _watch_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(self.watchdog.interval_s)
-            for each in self.crew.look():
-                if each.news and not each.lost:
-                    self.incidents.note(str(each))
-            self._steps.write()
-            self._look_at_disk()
-            self._look_at_run(self._loop.time())
-
-    def _look_at_disk(self) -> None:
-        """The journal holds back whatever rests on what it cannot write, so a run on a full disk pauses by itself."""
-        trouble = self.journal.trouble or self._steps.trouble
-        if trouble and not self._paused:
-            self._failed("disk", "not written", f"paused: {trouble}")
-        elif self._paused and not trouble:
-            self.incidents.note("there is room on the disk again: the run continues")
-        self._paused = bool(trouble)
-
-    def _look_at_run(self, now: float) -> None:
-        tokens = sum(port.tokens for port in self.instances.values())
-        starts = sum(self.crew.incarnations.values())
-        sign = (self.server.ledger.version, tokens, self._scored, starts, self.record.tokens_wasted)
-        others = self._paused or self._pool.pending or self.watchdog.busy("trainer")  # who have limits of their own
-        quiet_s = self._stillness.look(sign, now, excused=bool(others) or not self.training)
-        if quiet_s >= QUIET_S:
-            why = f"nothing has moved for {quiet_s:.0f} s; waits for {self.control.watch.waits_for()}"
-            self.incidents.rarely("quiet", why, now)
-        if quiet_s >= STALL_S:
-            self.crew.fail(StalledError(f"nothing has moved for {quiet_s:.0f} s: {self.control.watch.stalled()}"))
-
-    async def _rescued(self) -> str:
-        """The run has failed. Save what it has made, with the trainer or with another one; says where one continues."""
-        why = ""
-        version = self.server.ledger.version
-        if not self.directory.checkpoint(version).is_dir() or version < self.server.ledger.frontier:
-            self.incidents.note("the run cannot continue: its last version is being saved")
-            self._rescuing = True
-            self.crew.only("trainer")
-            try:
-                await self.crew.within(self._rescue(), "checkpoint after the failure", RESCUE_S)
-            except Exception as error:
-                why = f"the steps since then could not be saved ({line_of(error)})"
-        if (latest := newest(self.directory.checkpoints)) is None:
-            return f"no checkpoint could be made: {why}" if why else "there is no checkpoint"
-        resume = f"continue from {latest.name} with: staleflow train --resume {self.directory.path}"
-        return f"{why}; {resume}" if why else resume
-
-    async def _rescue(self) -> None:
-        trainer = self.crew.children["trainer"]
-        if trainer.broken or trainer.ended.is_set():
-            await trainer.how_it_ended()
-            if not self.config.processes.standby:
-                raise RunError("the trainer is gone, and processes.standby is off")
-            await self._start_trainer()
-        else:
-            self.control.stop()
-        await self.control.ended()
-        if why := await self._saving.ask(self.server.ledger.version).wait():
-            raise RunError(why)
+    def start_trainer(self) -> None:
+        self.crew.start("trainer", "trainer", self.hearing.trainer, lambda _: None)
 
     # Training
 
     @property
     def loss(self) -> float | None:
         """Of the latest step."""
-        return self._report.facts.get("loss") if self._report is not None else None
+        return self.hearing.trained.facts.get("loss") if self.hearing.trained is not None else None
 
     @property
     def seconds(self) -> float:
@@ -478,7 +299,7 @@ class LocalRun:
     @property
     def _control_s(self) -> float:
         """CPU seconds of this process for the run; what people look at does not count."""
-        return time.process_time() - self._cpu_began - self._shown_s
+        return time.process_time() - self._cpu_began - self.watching.shown_s
 
     @property
     def control_share(self) -> float:
@@ -486,21 +307,22 @@ class LocalRun:
         return self._control_s / max(1e-9, time.monotonic() - self._began) if self._began else 0.0
 
     async def _train(self) -> None:
-        if self.server.ledger.version >= self.config.steps or self.interrupted:
+        if self.server.ledger.version >= self.config.steps or (self.interrupted and not self.in_place):
             return
         self.training = True
-        self._saving.begin(self._loop.time())
-        self._steps.busy_s = self.record.instance_busy_s
+        self.saving.begin(self.loop.time())
+        self.steps.busy_s = self.record.instance_busy_s
         self._began, self._cpu_began = time.monotonic(), time.process_time()
         for name, port in self.instances.items():
             if self.crew.children[name].ready.is_set():
-                self._join(port)
-        self._trainer.reset()  # its clock begins now, and what it is fed from now on counts
-        if self._checkpoint is not None:
-            self.control.recover()
+                self.join(port)
+        self.trainer.reset()  # its clock begins now, and what it is fed from now on counts
+        if self._resumed:
+            self.control.recover(self.hearing.early)
+        steps = self.server.ledger.frontier if self.interrupted else self.config.steps
         cpu = {name: child.cpu_s for name, child in self.crew.children.items()}
         try:
-            await self.crew.within(self.control.run(self.config.steps), "training")
+            await self.crew.within(self.control.run(steps), "training")
         finally:
             self.training = False
             self.record.seconds = self.seconds
@@ -512,32 +334,37 @@ class LocalRun:
                 used = child.cpu_s - (cpu[name] if self.crew.incarnations[name] == 1 else 0.0)
                 self.record.cpu_s[name] = self.record.cpu_s.get(name, 0.0) + used
 
+    def _signalled(self, number: signal.Signals) -> None:
+        """The second Ctrl-C is Python's own; the other signals may come again."""
+        if number == signal.SIGINT:
+            self.loop.remove_signal_handler(number)
+        self._interrupt(number)
+
     def _interrupt(self, number: signal.Signals) -> None:
-        """End in good order. The second Ctrl-C is Python's own; the other signals may come again."""
-        self._loop.remove_signal_handler(signal.SIGINT)
+        """End in good order."""
         if self.interrupted:
             return
         self.interrupted = True
         self.stopped_by = "Ctrl-C" if number == signal.SIGINT else number.name
-        if not self._started:
+        if not self.started and not self.in_place:
             self.crew.fail(Interrupted(f"stopped by {self.stopped_by} before the first step"))
         elif self.training:
             self.control.stop()
-        self._evaluations.wait_no_more()
+        self.evaluations.wait_no_more()
 
     def _committed(self, step: int, groups: list[Group]) -> None:
         version = step + 1
         self.record.committed(version, self.seconds)
-        if self._report is not None and self._report.step == step:
-            self._log_step(self._report, groups)
+        if (report := self.hearing.trained) is not None and report.step == step:
+            self._log_step(report, groups)
         let_go(groups)
         self.show(self)
         every = self.config.evaluation.every
         if every and version % every == 0 and version < self.config.steps:
-            self._evaluations.ask(version, now=self.config.evaluation.when == "during")
-        now = self._loop.time()
-        if version < self.config.steps and not self._rescuing and self._saving.due(version, now):
-            self._saving.periodic(version, now)
+            self.evaluations.ask(version, now=self.config.evaluation.when == "during")
+        now = self.loop.time()
+        if version < self.config.steps and not self.rescue.begun and self.saving.due(version, now):
+            self.saving.periodic(version, now)
 
     def _aborted(self, trajectory: Trajectory, _reason: str) -> None:
         self.record.tokens_wasted += trajectory.generated
@@ -548,15 +375,8 @@ class LocalRun:
             report.facts, report.token_staleness, report.trajectory_staleness, report.busy_s, report.idle_s
         )
         busy_s = self.record.instance_busy_s + sum(port.busy_s for port in self.instances.values())
-        self._steps.add(report, groups, self.record.seconds, busy_s)
-        self._look_at_disk()
-
-    async def _show_for_ever(self) -> None:
-        while True:
-            began = time.process_time()
-            self.show(self)
-            self._shown_s += time.process_time() - began
-            await asyncio.sleep(VIEW_S)
+        self.steps.add(report, groups, self.record.seconds, busy_s)
+        self.watching.disk()
 
     # Evaluation and checkpoints
 
@@ -564,41 +384,31 @@ class LocalRun:
         """Of the version that is there now; whatever the evaluator was asked before is answered first."""
         version = self.server.ledger.version
         if not self.interrupted and not any(each[0] == version for each in self.record.accuracy):
-            self._evaluations.ask(version)
-            await self.crew.within(self._evaluations.settled(version), "evaluation")
+            self.evaluations.ask(version)
+            await self.crew.within(self.evaluations.settled(version), "evaluation")
 
     def _send_evaluate(self, now: bool) -> None:
         child = self.crew.children["evaluator"]
         if child.ready.is_set():  # the one that takes its place is asked when it is
-            self.watchdog.asked("evaluator", "evaluate", "evaluation", self._loop.time())
+            self.watchdog.asked("evaluator", "evaluate", "evaluation", self.loop.time())
             child.send(Evaluate(now))
 
     def _evaluation_missing(self, version: int, why: str) -> None:
-        self._failed("evaluation", "missing", f"the evaluation of version {version} is missing: {why}")
+        self.failed("evaluation", "missing", f"the evaluation of version {version} is missing: {why}")
 
-    async def _save_last(self) -> None:
-        """The last checkpoint. On a full disk it is waited for, for a while only if somebody wants the run to end."""
-        began = self._loop.time()
-        while why := await self._saved():
-            self.incidents.rarely("last", "the last checkpoint is tried again and again: make room", self._loop.time())
-            if self.interrupted and self._loop.time() - began > STOPPED_S:
-                raise RunError(f"the last checkpoint could not be written: {why}")
-            await self.crew.within(asyncio.sleep(RETRY_S), "pause")
-
-    async def _saved(self) -> str:
-        asked = self._saving.ask(self.server.ledger.version)
-        await self.crew.within(asked.wait(), "last checkpoint")
-        return asked.why
+    def failed(self, what: str, why: str, line: str) -> None:
+        count(self.record.failures, what, why)
+        self.incidents.note(line)
 
     async def _close(self) -> None:
         self.outbox.close()
-        await self._pool.close()
+        await self.pool.close()
         os.close(self._log)
         await self.crew.stop()
         self.journal.on_durable = lambda: None
         with suppress(JournalError):  # on a full disk: a checkpoint is what a run continues from
             await asyncio.to_thread(self.journal.close)
-        self._steps.close()
+        self.steps.close()
         self._decisions.flush()
 
 

@@ -13,7 +13,7 @@ and instances need only the run's name:
 
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -199,17 +199,19 @@ def standby_of(store: str) -> str:
 
 
 @contextmanager
-def claim(name: str, registry: Path | str | None = None) -> Generator[None]:
-    """Meanwhile the store of this name is not a leftover, even if no process is attached. What dead runs left is
-    reclaimed before and after."""
-    reclaim(registry)
+def claim(*names: str, registry: Path | str | None = None, keep: bool = False) -> Generator[None]:
+    """Meanwhile the stores of these names are not leftovers, even if no process is attached. What dead runs left is
+    reclaimed before and after; with ``keep``, not what was left under these names."""
     folder = StoreRegistry(registry)
-    fd = folder.claim(name)
-    try:
-        yield
-    finally:
-        folder.disclaim(name, fd)
+    if not keep:
         reclaim(registry)
+    with ExitStack() as claims:
+        claims.callback(reclaim, registry)
+        for name in names:
+            claims.callback(folder.disclaim, name, folder.claim(name))
+        if keep:
+            reclaim(registry)
+        yield
 
 
 def reclaim(registry: Path | str | None = None) -> list[str]:

@@ -183,7 +183,7 @@ class Writer:
         self._slots.pop(number).unpin()
 
     def _recover(self) -> None:
-        """Go on from what an earlier writer left. What it was writing when it died is rewritten by the next push."""
+        """Continue from what an earlier writer left. What it was writing when it died is rewritten by the next push."""
         published = self.block.published
         for number in self.block.allocated():
             memory = attach_segment(self.block.segment(number))

@@ -1,0 +1,169 @@
+"""What the processes of a run say, and what comes of it.
+
+    hearing = Hearing(run)
+    crew.start("trainer", "trainer", hearing.trainer, lambda _: None)
+    control.recover(hearing.early)
+
+What instances report before the training begins is kept in ``early``: those that an earlier control plane started say
+again what it may not have heard, or not have lived to write down.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from staleflow.run.incidents import count
+from staleflow.runtime.local.process import Child
+from staleflow.runtime.local.remote import RemoteInstance
+from staleflow.types import Evaluated, Moved, Pushed, Ready, Report, Saved, Trained
+
+if TYPE_CHECKING:
+    from staleflow.runtime.local.run import LocalRun
+
+MOST_FAILURES = 256
+"""A reward that fails so often in a row is not unlucky but broken."""
+
+
+class Hearing:
+    def __init__(self, run: LocalRun) -> None:
+        self.early: list[Report] = []
+        self.trained: Trained | None = None
+        """What the trainer said of the latest step."""
+        self.scored = 0
+        """Responses."""
+        self._failures = 0
+        """Rewards that failed since the last one that did not."""
+        self._run = run
+
+    # Instances
+
+    def instance(self, child: Child, message: Any) -> None:
+        if not isinstance(message, Report):
+            return
+        run, now = self._run, self._run.loop.time()
+        port = run.instances.get(child.name)
+        if port is None or port.child is not child:
+            port = run.instances[child.name] = RemoteInstance(child, child.setup.incarnation)
+        port.hear(message)
+        run.costs.hear(message.costs)
+        run.watchdog.done(child.name, "report", now)
+        run.watchdog.asked(child.name, "report", "its next report", now)
+        if not run.training:
+            self.early.append(message)
+        elif child.ready.is_set():
+            run.control.on_report(message)
+        if not child.ready.is_set() and (not child.adopted or message.held is not None):
+            child.ready.set()
+        trusted = run.crew.restarts.trusted(child.name, now - port.since)
+        if run.training and child.ready.is_set() and not port.joined and trusted:
+            run.join(port)
+
+    def instance_ended(self, child: Child) -> None:
+        run = self._run
+        if (port := run.instances.get(child.name)) is not None:
+            run.record.instance_busy_s += port.busy_s
+            run.record.tokens_lost += port.unseen()
+        if run.training:
+            run.control.left(child.name)
+
+    # The trainer
+
+    def trainer(self, child: Child, message: Any) -> None:
+        run = self._run
+        match message:
+            case Ready(version=version):
+                run.trainer.made(version)
+                child.ready.set()
+                if run.started:
+                    self._trainer_back(version)
+            case Pushed(version=version):
+                run.trainer.made(version)
+                self._trainer_did("feed", "finish")
+                if run.started:  # before that, the control plane finds it out when it recovers
+                    run.control.on_pushed(version)
+            case Trained():
+                self.trained = message
+            case Saved():
+                self._trainer_did("save")
+                run.saving.heard(message)
+            case Moved(handled=handled, why=why):
+                if why:
+                    run.incidents.rarely("trainer", f"paused: {why}: make room", run.loop.time())
+                if run.trainer.has_done(handled):
+                    self._trainer_did("feed")
+
+    def trainer_asked(self, kind: str, what: str, size: float) -> None:
+        self._run.watchdog.asked("trainer", kind, what, self._run.loop.time(), size)
+
+    def _trainer_did(self, *kinds: str) -> None:
+        for kind in kinds:
+            self._run.watchdog.done("trainer", kind, self._run.loop.time())
+
+    def _trainer_back(self, version: int) -> None:
+        """Another trainer has taken over. What was sent to the dead one was sent to nobody."""
+        run = self._run
+        run.incidents.note(f"the trainer was replaced at version {version}")
+        if run.rescue.begun:
+            run.control.on_trainer_lost()
+            run.control.stop()
+        elif run.training:
+            run.control.on_trainer_lost()
+            run.control.on_trainer_back()
+        run.saving.trainer_back(version)
+
+    # The evaluator
+
+    def evaluator(self, child: Child, message: Any) -> None:
+        match message:
+            case Ready():
+                child.ready.set()
+                self._run.evaluations.back()
+            case Evaluated():
+                self._evaluated(message)
+
+    def _evaluated(self, message: Evaluated) -> None:
+        run = self._run
+        run.evaluations.answered(message.version)
+        if not run.evaluations.open:
+            run.watchdog.done("evaluator", "evaluate", run.loop.time())
+        if message.failed:
+            what = f"{message.failed} held-out responses of version {message.version}"
+            run.failed("evaluation", "responses not scored", f"{what} could not be scored, last: {message.why}")
+        if message.accuracy is None:
+            return
+        run.record.evaluated(message.version, message.accuracy)
+        goal = run.config.stop_at
+        if goal is not None and message.accuracy >= goal and run.training:
+            run.control.stop()
+
+    # Reward workers
+
+    def reward(self, name: str, reward: float) -> None:
+        self._failures = 0
+        self.scored += 1
+        self._run.control.on_scored(name, reward)
+
+    def reward_failed(self, name: str, why: str) -> None:
+        run = self._run
+        if run.control.over:
+            return
+        self._failures += 1
+        count(run.record.failures, "reward", "not scored")
+        run.incidents.rarely("reward", f"reward of {name} failed: {why}", run.loop.time())
+        if (away_s := run.pool.away_s) >= run.config.reward.patience_s > 0:
+            run.crew.fail(f"the reward service has been away for {away_s:.0f} s (reward.patience_s), last: {why}")
+        elif self._failures >= MOST_FAILURES:
+            run.crew.fail(f"the reward failed {self._failures} times in a row, last: {why}")
+        run.control.on_score_failed(name, why)
+
+    def reward_away(self, why: str) -> None:
+        run = self._run
+        count(run.record.failures, "reward", "service away")
+        left = run.config.reward.patience_s - run.pool.away_s
+        run.incidents.rarely("away", f"{why}; asked again for {left:.0f} s", run.loop.time())
+
+    def reward_worker_lost(self, why: str) -> None:
+        """One that was killed for its silence, or died by itself; another is started for the next response."""
+        run = self._run
+        count(run.record.restarts, "reward", why.partition(" (")[0] if "nonsense" in why else why)
+        run.incidents.rarely("reward worker", f"a reward worker was lost: {why}; started again", run.loop.time())

@@ -1,0 +1,76 @@
+"""The last checkpoint of a run, whether it ended well or failed.
+
+await rescue.save_last()            # it ended, or somebody stopped it
+where = await rescue.rescued()      # it has failed: what can be saved is, with the trainer or with another one
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from staleflow.errors import RunError, line_of
+from staleflow.run.checkpoints import newest
+
+if TYPE_CHECKING:
+    from staleflow.runtime.local.run import LocalRun
+
+RESCUE_S = 300.0
+"""For the checkpoint of a run that has failed."""
+RETRY_S = 5.0
+"""The last checkpoint is tried again this often on a full disk."""
+STOPPED_S = 30.0
+"""And for no longer than this once somebody has asked the run to stop."""
+
+
+class Rescue:
+    def __init__(self, run: LocalRun) -> None:
+        self.begun = False
+        """Whether the run has failed and is being saved."""
+        self._run = run
+
+    async def save_last(self) -> None:
+        """On a full disk it is waited for, for a while only if somebody wants the run to end."""
+        run = self._run
+        began = run.loop.time()
+        while why := await self._saved():
+            run.incidents.rarely("last", "the last checkpoint is tried again and again: make room", run.loop.time())
+            if run.interrupted and run.loop.time() - began > STOPPED_S:
+                raise RunError(f"the last checkpoint could not be written: {why}")
+            await run.crew.within(asyncio.sleep(RETRY_S), "pause")
+
+    async def _saved(self) -> str:
+        asked = self._run.saving.ask(self._run.server.ledger.version)
+        await self._run.crew.within(asked.wait(), "last checkpoint")
+        return asked.why
+
+    async def rescued(self) -> str:
+        """The run has failed. Save what it has made; says where one continues."""
+        run, why = self._run, ""
+        ledger = run.server.ledger
+        if not run.directory.checkpoint(ledger.version).is_dir() or ledger.version < ledger.frontier:
+            run.incidents.note("the run cannot continue: its last version is being saved")
+            self.begun = True
+            run.crew.only("trainer")
+            try:
+                await run.crew.within(self._rescue(), "checkpoint after the failure", RESCUE_S)
+            except Exception as error:
+                why = f"the steps since then could not be saved ({line_of(error)})"
+        if (latest := newest(run.directory.checkpoints)) is None:
+            return f"no checkpoint could be made: {why}" if why else "there is no checkpoint"
+        resume = f"continue from {latest.name} with: staleflow train --resume {run.directory.path}"
+        return f"{why}; {resume}" if why else resume
+
+    async def _rescue(self) -> None:
+        run = self._run
+        trainer = run.crew.children["trainer"]
+        if trainer.broken or trainer.ended.is_set():
+            await trainer.how_it_ended()
+            if not run.config.processes.standby:
+                raise RunError("the trainer is gone, and processes.standby is off")
+            run.start_trainer()
+        else:
+            run.control.stop()
+        await run.control.ended()
+        if why := await run.saving.ask(run.server.ledger.version).wait():
+            raise RunError(why)

@@ -1,0 +1,84 @@
+"""Who watches over a run while it runs: deaths, processes that stand still, the disk, and the run as a whole.
+
+watching = Watching(run)
+crew = Crew(..., on_death=watching.death)
+await watching.forever()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from staleflow.run.incidents import count
+from staleflow.runtime.control import StalledError
+from staleflow.runtime.local.process import Child
+from staleflow.runtime.local.stillness import QUIET_S, STALL_S, Stillness
+
+if TYPE_CHECKING:
+    from staleflow.runtime.local.run import LocalRun
+
+VIEW_S = 0.25
+
+
+class Watching:
+    def __init__(self, run: LocalRun) -> None:
+        self.shown_s = 0.0
+        """CPU seconds for what people look at."""
+        self._run = run
+        self._stillness = Stillness()
+        self._paused = False
+
+    def death(self, child: Child, how: str, pause_s: float | None) -> None:
+        run, name, role = self._run, child.name, child.setup.role
+        count(run.record.restarts, role, how)
+        how = f"stood still ({child.hung}) and was killed" if child.hung else f"died: {how}"
+        words = f": {said}" if (said := child.last_words()) else ""
+        after = "" if child.broken or pause_s is None else "; started again" + (f" in {pause_s:g} s" if pause_s else "")
+        run.incidents.note(f"{name} {how}{words}{after}")
+        if role == "trainer" and not run.config.processes.standby and not child.broken:
+            run.crew.fail(f"the trainer {how}{words}, and processes.standby is off (see {child.log})")
+        elif role == "evaluator" and pause_s is None:
+            run.evaluations.end(f"the evaluator {how}{words} (see {child.log})")
+
+    async def forever(self) -> None:
+        run = self._run
+        while True:
+            await asyncio.sleep(run.watchdog.interval_s)
+            for each in run.crew.look():
+                if each.news and not each.lost:
+                    run.incidents.note(str(each))
+            run.crew.keep(run.journal.position, run.journal.durable)
+            run.steps.write()
+            self.disk()
+            self._moves(run.loop.time())
+
+    async def show_forever(self) -> None:
+        while True:
+            began = time.process_time()
+            self._run.show(self._run)
+            self.shown_s += time.process_time() - began
+            await asyncio.sleep(VIEW_S)
+
+    def disk(self) -> None:
+        """The journal holds back whatever rests on what it cannot write, so a run on a full disk pauses by itself."""
+        trouble = self._run.journal.trouble or self._run.steps.trouble
+        if trouble and not self._paused:
+            self._run.failed("disk", "not written", f"paused: {trouble}")
+        elif self._paused and not trouble:
+            self._run.incidents.note("there is room on the disk again: the run continues")
+        self._paused = bool(trouble)
+
+    def _moves(self, now: float) -> None:
+        run = self._run
+        tokens = sum(port.tokens for port in run.instances.values())
+        starts = sum(run.crew.incarnations.values())
+        sign = (run.server.ledger.version, tokens, run.hearing.scored, starts, run.record.tokens_wasted)
+        others = self._paused or run.pool.pending or run.watchdog.busy("trainer")  # who have limits of their own
+        quiet_s = self._stillness.look(sign, now, excused=bool(others) or not run.training)
+        if quiet_s >= QUIET_S:
+            why = f"nothing has moved for {quiet_s:.0f} s; waits for {run.control.watch.waits_for()}"
+            run.incidents.rarely("quiet", why, now)
+        if quiet_s >= STALL_S:
+            run.crew.fail(StalledError(f"nothing has moved for {quiet_s:.0f} s: {run.control.watch.stalled()}"))
