@@ -151,10 +151,13 @@ class Victim:
     @property
     def control(self) -> int:
         """The process that owns the run; 0 if there is none."""
+        if self.run is None:
+            return 0
+        lock = self.run / "lock"
         with suppress(OSError):
-            if self.run is not None and (owner := re.match(r"process (\d+)", (self.run / "lock").read_text())):
-                if str(self.run / "lock") in {os.readlink(each) for each in Path(f"/proc/{owner[1]}/fd").iterdir()}:
-                    return int(owner[1])
+            owner = re.match(r"process (\d+)", lock.read_text())
+            if owner and str(lock) in map(os.readlink, Path(f"/proc/{owner[1]}/fd").iterdir()):
+                return int(owner[1])
         return 0
 
     def processes(self) -> list[tuple[str, int]]:
