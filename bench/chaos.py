@@ -9,8 +9,9 @@
     python bench/chaos.py --short-steps 20                 # runs of 400 steps of 2 x 2 responses, cores kept busy
 
 A *case* is one run of ``staleflow train``: a small model, with bound, instances, reward and evaluations drawn by its
-seed. *Volleys* of one to three faults hit it, each once the run has made steps again after the one before; then SIGTERM
-ends it, and ``bench/chaos_audit.py`` reads what it left. What is drawn is the same for a seed, the moments are not.
+seed. *Volleys* of one to three faults hit it, most of them once the run has made steps again after the one before; then
+SIGTERM ends it, and ``bench/chaos_audit.py`` reads what it left. What is drawn is the same for a seed; the moments are
+not.
 
 | kind | fault |
 |---|---|
