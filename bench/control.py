@@ -328,7 +328,7 @@ class Bench:
 
         peer.channel = await Channel.open(end, FromProcess, hear, lambda: None)
 
-    def _scored(self, name: str, reward: float) -> None:
+    def _scored(self, name: str, reward: float, _parts: tuple[float, ...]) -> None:
         assert reward == 1.0
         self.control.on_scored(name, reward)
 

@@ -18,7 +18,7 @@ import time
 from typing import Any, Literal, get_args
 
 from staleflow.coordinator.decide import decide
-from staleflow.coordinator.situation import Fleet, InstanceView, Pace, Queued, Route, Situation
+from staleflow.coordinator.situation import Fleet, Pace, Queued, Route, Situation
 from staleflow.coordinator.strategies import ROUTING, Strategies
 from staleflow.simulate.setting import preset
 
@@ -37,17 +37,15 @@ def situation(instances: int, live: int, queued: float, load: Load, seed: int = 
     waiting = int(live * queued)
     running = (live - waiting) // instances
     free = max(1, int(0.2 * waiting / instances))
-    views = [
-        InstanceView(
-            name=f"instance-{row}",
-            version=VERSION - chance.randint(0, 1),
-            running=running,
-            context=running * 2_000 + chance.randrange(1_000),
-            kv_free=free * chance.randint(1_500, 4_000) if load == "open" else chance.randrange(300),
-            max_running=running + free,
-        )
-        for row in range(instances)
-    ]
+    rows = range(instances)
+    fleet = Fleet.of(
+        [f"instance-{row}" for row in rows],
+        version=[VERSION - chance.randint(0, 1) for _ in rows],
+        running=[running] * instances,
+        context=[running * 2_000 + chance.randrange(1_000) for _ in rows],
+        kv_free=[free * chance.randint(1_500, 4_000) if load == "open" else chance.randrange(300) for _ in rows],
+        max_running=[running + free] * instances,
+    )
     started = waiting // 4
     queue = [
         Queued(f"t{at}", f"g{at // GROUP}", chance.randint(600, 8_000), VERSION - 2 + 3 * at // max(1, started))
@@ -60,7 +58,7 @@ def situation(instances: int, live: int, queued: float, load: Load, seed: int = 
     return Situation(
         now=1_000.0,
         newest=VERSION,
-        fleet=Fleet.of(views),
+        fleet=fleet,
         queue=queue,
         room={VERSION - 1: 0, VERSION: live // GROUP},
         cost=COST,

@@ -24,7 +24,7 @@ from staleflow.servers.lifecycle import Group
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.rollout import SimRollout
 from staleflow.simulate.setting import Setting
-from staleflow.simulate.trainer import SimTrainer
+from staleflow.simulate.trainer import Fed, SimTrainer
 from staleflow.study.measured import MeasuredRun
 
 
@@ -145,10 +145,9 @@ class SharedTrainer(SimTrainer):
     def busy(self) -> bool:
         return bool(self._work)
 
-    def feed(self, step: int, groups: Sequence[Group]) -> None:  # noqa: ARG002
-        taught = [group for group in groups if self._trains(group.prompt)]
-        tokens = sum(member.context for group in taught for member in group.members if member.state == "complete")
-        if groups and self.alive:
+    def feed(self, step: int, groups: Sequence[Fed]) -> None:  # noqa: ARG002
+        tokens = sum(group.tokens for group in groups if self._trains(group.prompt))
+        if self.alive:
             self._add(self.cost.train_s(tokens), None)
 
     def finish(self, step: int) -> None:
@@ -196,7 +195,7 @@ class SharedTrainer(SimTrainer):
         _, step = self._work.popleft()
         self._arm()
         if step is not None:
-            self._push(self._resets, step)
+            self._push(self._lives, step)
         elif not self._work:
             self._dry = (self._loop.now, self._reason())
         self.changed()
@@ -250,7 +249,8 @@ class SharedCluster(Cluster):
         super().__init__(setting, seed)
 
     def new_trainer(self) -> SimTrainer:
-        parts = (self.loop, self.setting.trainer, self.weights, self.pushed, self._trainer_waits_for)
+        setting = self.setting
+        parts = (self.loop, setting.trainer, setting.groups, self.weights, self.pushed, self._trainer_waits_for)
         trainer = SharedTrainer(*parts, trains=self._trains)
         trainer.changed = self._share
         return trainer

@@ -1,6 +1,8 @@
 """From the sections of ``simulation.py`` to the document: tables, and the targets with what was reached."""
 
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
+from datetime import date
 from statistics import fmean
 from typing import Any
 
@@ -17,9 +19,9 @@ WASTELESS = ("synchronous", "one_step", "window_wait", "psrl_default")
 def render(results: dict[str, Any], seeds: tuple[int, int], steps: int, tuning_seed: int, quick: bool) -> str:
     parts = [
         "# Simulated results\n",
-        f"Made by `python bench/simulation.py --write`: {steps} steps, without the start, {seeds[0]} paired seeds in "
-        f"the comparison and {seeds[1]} in the other sections, ± is half a 95 % confidence interval. Splits are tuned "
-        f"for every policy with six runs under seed {tuning_seed}, which nothing is measured on. [The "
+        f"Made by `python bench/simulation.py --write` {made()}: {steps} steps, without the start, {seeds[0]} paired "
+        f"seeds in the comparison and {seeds[1]} in the other sections, ± is half a 95 % confidence interval. Splits "
+        f"are tuned for every policy with six runs under seed {tuning_seed}, which nothing is measured on. [The "
         "simulator](../simulator.md) says what is modelled, what is assumed, and what each column means. Nothing here "
         "is a measurement of a cluster; only the last section compares with real runs.\n",
     ]
@@ -29,6 +31,12 @@ def render(results: dict[str, Any], seeds: tuple[int, int], steps: int, tuning_s
         if results.get(name):
             parts += section(results[name])
     return "\n".join(parts) + "\n"
+
+
+def made() -> str:
+    """When, and with which version of the code."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return f"on {date.today()}" + (f" with commit {commit}" if commit else "")
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

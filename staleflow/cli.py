@@ -4,13 +4,15 @@ What cannot be done is refused in one line, with exit code 2; why a run got stuc
 """
 
 import argparse
+import json
 from collections.abc import Sequence
 from typing import NoReturn
 
-from staleflow import __version__
-from staleflow.commands import clean, compare, plan, profile, simulate, train
+from staleflow import __version__, caller
+from staleflow.commands import clean, compare, plan, profile, samples, scale, simulate, train
 from staleflow.commands.common import refuse
-from staleflow.errors import StaleFlowError
+from staleflow.config.text import one_line
+from staleflow.errors import RunError, StaleFlowError
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,7 +26,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="staleflow", description="RL post-training under a strict staleness bound.")
     parser.add_argument("--version", action="version", version=f"staleflow {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (train, simulate, compare, plan, profile, clean):
+    for command in (train, samples, scale, simulate, compare, plan, profile, clean):
         command.add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
     if unknown := [each for each in rest if each.startswith("-") or "words" not in options]:
@@ -34,15 +36,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def refused(error: StaleFlowError) -> int:
+    """Printed, or left to be raised by the program that called the command."""
+    kind, told = type(error), {"message": one_line(error)}
+    if caller.tell(caller.ERROR, json.dumps(told | {"module": kind.__module__, "name": kind.__qualname__})):
+        return error.exit_code
+    return refuse(error, error.exit_code)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    caller.end_with_it()
     options.is_program = arguments is None
     """Whether this process exists for the command alone."""
     try:
         return options.run(options)
     except OSError as error:  # a full disk, a folder that is not ours
-        return refuse(error)
+        return refused(RunError(str(error)))
     except StaleFlowError as error:
-        return refuse(error, error.exit_code)
+        return refused(error)
     except KeyboardInterrupt:
         return refuse("interrupted", train.INTERRUPTED)

@@ -26,6 +26,12 @@ def line_of(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
+def shown(value: object) -> str:
+    """A value as part of a message: ``repr`` on one line, and short enough to read."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def ending(code: int | None) -> str:
     """How a process ended, by its exit status, for people."""
     if code is None:

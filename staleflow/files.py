@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
     """Write a file whole or not at all: if this fails, what was there before stays."""
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -13,7 +13,7 @@ def write_whole(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(draft, 0o644)
+        os.chmod(draft, mode)
         os.replace(draft, path)
     except BaseException:
         os.unlink(draft)

@@ -24,6 +24,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def windowed(config: Any) -> bool:
+    """Whether a model, by its configuration as transformers reads it, attends in a sliding window."""
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    return sliding or (config.model_type == "mistral" and config.sliding_window is not None)
+
+
 def unsupported(where: str | Path, family: Any) -> str | None:
     """Why the built-in engine cannot run a model of this family; None if it can."""
     if family in FAMILIES:

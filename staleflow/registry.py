@@ -37,6 +37,8 @@ class Entry:
     """A module of an optional package that it needs."""
     arguments: bool = False
     """Whether a built-in takes the mapping of arguments too, as the user's own functions do."""
+    listed: bool = True
+    """Whether people may write it."""
 
 
 AnEntry = TypeVar("AnEntry", bound=Entry)
@@ -85,7 +87,9 @@ class Registry(Generic[AnEntry]):
     @property
     def choices(self) -> str:
         """The values that may be written, for people."""
-        shown = [f"{key}..." if key.endswith((":", "/")) else key for key in self.entries]
+        shown = [
+            f"{key}..." if key.endswith((":", "/")) else key for key, entry in self.entries.items() if entry.listed
+        ]
         shown = [f"a {key} file" if key.startswith(".") else key for key in shown]
         return f"{', '.join(shown)}, or {self.own}"
 

@@ -105,7 +105,7 @@ class Section:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        for problem in chain(out_of_range(self), _arguments_of_nobody(self), self.contradictions()):
+        for problem in chain(out_of_range(self), _unused_arguments(self), self.contradictions()):
             raise ConfigError(problem)
 
     def contradictions(self) -> Iterator[str]:
@@ -132,12 +132,18 @@ def out_of_range(section: Any) -> Iterator[str]:
 
 
 def registries(section: Any) -> Iterator[tuple[Registry[Any], str, dict[str, Any]]]:
-    """For each field that names an entry of a registry: the registry, the name, and the arguments beside it."""
+    """For each field that names an entry of a registry: the registry, the name, and the arguments beside it. Of
+    several, each has arguments of its own (``names``, ``arguments_of``)."""
     for field, registry in _registries(type(section)):
-        yield registry, getattr(section, field), getattr(section, registry.arguments)
+        named = getattr(section, field)
+        if isinstance(named, str):
+            yield registry, named, getattr(section, registry.arguments)
+        else:
+            for name, each in zip(section.names, named, strict=True):
+                yield registry, each, section.arguments_of(name)
 
 
-def _arguments_of_nobody(section: Any) -> Iterator[str]:
+def _unused_arguments(section: Any) -> Iterator[str]:
     for registry, name, arguments in registries(section):
         if arguments and not registry.takes_arguments(name):
             yield (

@@ -431,6 +431,12 @@ class Evaluated(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Responses that could not be scored."""
     why: str
     """Message of the last of these failures."""
+    binary: bool = False
+    """Whether all rewards are 0 or 1, so that their mean is the accuracy."""
+    figures: dict[str, float] = {}
+    """By name: ``reward``, the mean; of several rewards each by its own name; ``pass@k`` where rewards are binary."""
+    trouble: str = ""
+    """Why the best version could not be kept."""
 
 
 ToProcess = (

@@ -14,6 +14,7 @@ BELOW: dict[str, tuple[str, ...]] = {
     "frames": (),
     "files": (),
     "types": (),
+    "caller": ("files",),
     "registry": ("errors",),
     "settings": ("errors", "registry"),
     "model_json": ("errors",),
@@ -21,7 +22,7 @@ BELOW: dict[str, tuple[str, ...]] = {
     "coordinator": ("errors", "types", "registry", "settings", "protocol"),
     "servers": ("errors", "types", "files", "registry", "protocol"),
     "tasks": ("errors", "types", "files", "registry", "settings", "model_json", "servers"),
-    "reward": ("errors", "types", "files", "registry", "settings", "model_json", "frames", "servers", "tasks"),
+    "reward": ("errors", "types", "caller", "registry", "settings", "frames", "servers", "tasks"),
     "rollout": ("errors", "types", "files", "registry", "settings", "model_json", "coordinator", "servers"),
     "training": ("errors", "types", "files", "registry", "settings", "model_json", "servers"),
     "config": (
@@ -40,7 +41,7 @@ BELOW: dict[str, tuple[str, ...]] = {
     "observe": ("errors", "types", "files"),
 }
 """By package, what it may import besides itself; further up everything below is allowed, in this order:"""
-ABOVE = ("workers", "run", "runtime", "simulate", "study", "commands", "cli", "__main__", "__init__")
+ABOVE = ("workers", "run", "runtime", "simulate", "study", "commands", "api", "cli", "__main__", "__init__")
 
 
 def allowed(package: str) -> set[str]:

@@ -142,7 +142,7 @@ def test_a_reward_scores_in_a_worker(model: Path) -> None:
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         pool = RewardPool(
             config.reward,
-            on_reward=lambda _, reward: answer.set_result(reward),
+            on_reward=lambda _, reward, _parts: answer.set_result(reward),
             on_failure=lambda _, why: answer.set_exception(AssertionError(why)),
         )
         try:

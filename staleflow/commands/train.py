@@ -10,14 +10,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from staleflow import caller
 from staleflow.commands.common import Subparsers, add_settings, given_settings
-from staleflow.config import Config, ConfigError, check, differences, estimate, load, this_machine
+from staleflow.config import Config, ConfigError, check, differences, estimate, load, settled, this_machine
 from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
 from staleflow.reward.function import BAD_REWARD
@@ -56,11 +58,15 @@ def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) 
         directory, config = _resumed(Path(options.resume), wanted.source, wanted.words)
     else:
         directory, config = None, wanted.config()
-    machine = this_machine()
-    needs = estimate(config, machine)
-    if options.dry_run:  # also of what does not fit, which is then refused
-        print(json.dumps(needs.facts()) if options.json else needs.text())
-    check(config, machine)
+    if before is None:  # otherwise it fits: its processes are there
+        machine = this_machine()
+        config, note = settled(config, machine)
+        if options.dry_run:  # also of what does not fit, which is then refused
+            needs = estimate(config, machine)
+            print(json.dumps(needs.facts()) if options.json else needs.text())
+        check(config, machine)
+        if note:
+            print(f"staleflow: {note}", file=sys.stderr)
     if options.dry_run:
         return 0
     with ExitStack() as held:
@@ -105,8 +111,13 @@ def train(
         directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
     else:
         checkpoint = prepared(directory, config, choice, task.fingerprint, model)
+        if not again:
+            where = f" from {checkpoint.name}" if checkpoint is not None else ""
+            print(f"continues{where} with {config.rollout.instances} instances", file=out)
+    caller.tell(caller.RUN, str(directory.path))
     if not again:
-        print(f"run {directory.path}", file=out, flush=True)
+        print(f"run {directory.path}", file=out)
+        print(f"data: {task.about()}", file=out, flush=True)
     view = TerminalView(out, plain=plain)
 
     def show(run: LocalRun) -> None:
@@ -121,6 +132,7 @@ def train(
         summary = asyncio.run(run.execute())
     finally:
         view.close()
+    summary |= {"problems": task.size, "problems_left_out": task.left_out, "held_out": len(task.held_out)}
     summary |= {"interrupted": run.interrupted, "stopped_by": run.stopped_by, "run": str(directory.path)}
     try:
         directory.write(directory.summary, summary)
@@ -141,10 +153,12 @@ async def try_reward(config: Config) -> None:
     from staleflow.tasks.opening import first_problem
 
     answers: asyncio.Queue[str] = asyncio.Queue()
+    silent = os.open(os.devnull, os.O_WRONLY)  # a failure here may be about the empty response only
     pool = RewardPool(
         replace(config.reward, workers=1, patience_s=0.0),
-        on_reward=lambda _name, _reward: answers.put_nowait(""),
+        on_reward=lambda _name, _reward, _parts: answers.put_nowait(""),
         on_failure=lambda _name, why: answers.put_nowait(why),
+        stderr=silent,
     )
     try:
         await pool.start()
@@ -152,8 +166,9 @@ async def try_reward(config: Config) -> None:
         why = await answers.get()
     finally:
         await pool.close()
+        os.close(silent)
     if why.startswith(BAD_REWARD):
-        raise ConfigError(f"reward.function={config.reward.function}: {why}")
+        raise ConfigError(f"reward.function={', '.join(config.reward.functions)}: {why}")
 
 
 def _warming(step: int, loss: float, out: TextIO) -> None:
@@ -174,9 +189,13 @@ def summary_text(summary: dict[str, Any], directory: RunDirectory) -> str:
         f"{summary['tokens_wasted']:,} tokens wasted",
     ]
     if first is not None and last is not None:
-        lines.insert(0, f"held-out accuracy {first:.1%} -> {last:.1%}")
+        means = f"accuracy {first:.1%} -> {last:.1%}" if summary["binary"] else f"mean reward {first:.4g} -> {last:.4g}"
+        lines.insert(0, f"held-out {means}")
     if summary["seconds_to_90"] is not None:
         lines[0] += f" (90 % after {summary['seconds_to_90']:.0f} s)"
+    if scaled := summary.get("scaled"):
+        each = (f"{change['from']} -> {change['to']} at step {change['step']}" for change in scaled)
+        lines.append(f"instances: {', '.join(each)}")
     for what in ("restarts", "failures"):
         if counts := summary.get(what):
             each = (f"{n} {name} ({why})" for name, reasons in counts.items() for why, n in reasons.items())
@@ -184,6 +203,9 @@ def summary_text(summary: dict[str, Any], directory: RunDirectory) -> str:
     if summary["interrupted"]:
         by = summary.get("stopped_by") or "Ctrl-C"
         lines.append(f"stopped by {by}; continue with: staleflow train --resume {directory.path}")
+    if (best := summary.get("best")) and (directory.checkpoints / "best").is_dir():
+        at = f"step {best['step']}, {best['figure']} {best['value']:.4g}"
+        lines.append(f"best: {directory.checkpoints / 'best'} ({at})")
     lines.append(f"model: {newest(directory.checkpoints)}")
     return "\n".join(lines)
 

@@ -9,7 +9,7 @@ from staleflow.config.checks import check
 from staleflow.config.cluster import ClusterOptions
 from staleflow.config.loading import load, to_yaml
 from staleflow.config.machine import Machine, this_machine
-from staleflow.config.memory import Estimate, estimate
+from staleflow.config.memory import Estimate, estimate, settled
 from staleflow.config.presets import PRESETS
 from staleflow.config.resuming import differences
 from staleflow.config.schema import Checkpoints, Config, Evaluation, Processes
@@ -39,6 +39,7 @@ __all__ = [
     "differences",
     "estimate",
     "load",
+    "settled",
     "this_machine",
     "to_yaml",
 ]

@@ -19,12 +19,14 @@ from staleflow.config.rules import mismatches, refuse_values
 from staleflow.config.schema import Config
 from staleflow.config.sizes import Sizes, sizes_of
 from staleflow.config.text import one_line
-from staleflow.config.trainable import refuse_names_of_nothing
+from staleflow.config.trainable import refuse_unmatched_names
 from staleflow.errors import ConfigError
+from staleflow.reward.forks import own_functions
 from staleflow.settings import registries
-from staleflow.tasks.options import ADDER, SMOLLM, SOURCES, Data, is_file
+from staleflow.tasks.hub import hub_folder
+from staleflow.tasks.options import ADDER, SMOLLM, SOURCES, Data, is_file, is_hub_name
 from staleflow.tasks.smollm import why_not
-from staleflow.tasks.sources import columns
+from staleflow.tasks.sources import columns, wrong_messages
 from staleflow.training.options import LOSSES, Training
 
 
@@ -42,12 +44,13 @@ def _check(config: Config, machine: Machine | None) -> None:
     for problem in mismatches(config, sizes.vocabulary):
         raise ConfigError(problem)
     _model(config, sizes)
-    refuse_names_of_nothing(config, sizes)
+    refuse_unmatched_names(config, sizes)
     _data(config.data)
     for section in (config, *(getattr(config, each.name) for each in fields(config))):
         if is_dataclass(section):
             for registry, name, arguments in registries(section):
                 registry.check(name, arguments)
+    own_functions(config.reward)
     _knobs(config.training)
     _writable(config.runs, "runs")
     if config.model in (ADDER, SMOLLM):
@@ -71,8 +74,9 @@ def _model(config: Config, sizes: Sizes) -> None:
         if (missing := why_not()) is not None:
             raise ConfigError(missing)
         return
-    folder = Path(config.model)
-    if not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+    hub = is_hub_name(config.model)
+    folder = hub_folder(config.model, weights=False) if hub else Path(config.model)
+    if not hub and not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
         raise ConfigError(f"model={config.model}: the folder has no model.safetensors: save the model in that format")
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"model={config.model}: the folder has no tokenizer.json: save a fast tokenizer with it")
@@ -97,11 +101,11 @@ def _data(data: Data) -> None:
         raise ConfigError("data.source is not given: give a file, as in data.source=.../train.jsonl")
     for setting, path in (("data.source", data.source), ("data.held_out", data.held_out)):
         if path is not None and is_file(path):
-            _row(setting, path, data.prompt, data.answer)
+            _row(setting, path, data)
 
 
-def _row(setting: str, source: str, prompt: str, answer: str | None) -> None:
-    """Check that the first row has the named columns."""
+def _row(setting: str, source: str, data: Data) -> None:
+    """Check that the first row has the named columns, and a prompt that the model can be asked."""
     path = Path(source)
     if not path.is_file():
         raise ConfigError(f"{setting}={source}: no such file: correct the path")
@@ -109,11 +113,20 @@ def _row(setting: str, source: str, prompt: str, answer: str | None) -> None:
         SOURCES.check(source, {})
         names = _parquet_columns(path)
     else:
-        names = list(_first_object(setting, path))
-    wanted = [("data.prompt", each) for each in columns(prompt)]
-    for name, column in (*wanted, *([("data.answer", answer)] if answer is not None else [])):
+        first = _first_object(setting, path)
+        names = list(first)
+        if isinstance(messages := first.get(data.prompt), list):
+            if (problem := wrong_messages(messages)) is not None:
+                raise ConfigError(f"{source}: the prompt column {data.prompt!r} holds {problem}")
+            if not data.chat:
+                raise ConfigError(f"{setting}={source} has messages as prompts: give data.chat=true")
+    wanted = [("data.prompt", each) for each in columns(data.prompt)]
+    for name, column in (*wanted, *([("data.answer", data.answer)] if data.answer is not None else [])):
         if column not in names:
-            raise ConfigError(f"{source} has no column {column!r}: give {name}, one of {', '.join(names) or 'none'}")
+            none = ", or null if there is none" if name == "data.answer" else ""
+            raise ConfigError(
+                f"{source} has no column {column!r}: give {name}, one of {', '.join(names) or 'none'}{none}"
+            )
 
 
 def _first_object(setting: str, path: Path) -> Mapping[str, Any]:

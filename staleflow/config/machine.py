@@ -15,6 +15,8 @@ class Machine:
     """Bytes that are available now, within the limits of the cgroup."""
     gpus: tuple[int, ...] = ()
     """Free bytes of each GPU."""
+    shared: int | None = None
+    """Free bytes of shared memory; None: no limit of its own."""
 
 
 def cache_folder() -> str:
@@ -28,7 +30,7 @@ def cores() -> int:
 
 
 def this_machine() -> Machine:
-    return Machine(cores(), free_memory(), _gpus())
+    return Machine(cores(), free_memory(), _gpus(), _shared())
 
 
 def free_memory() -> int:
@@ -40,6 +42,13 @@ def free_memory() -> int:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     left = [limit - used for limit, used in _groups()]
     return max(0, min(free, *left)) if left else free
+
+
+def _shared(folder: str = "/dev/shm") -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def _groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:

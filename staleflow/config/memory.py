@@ -8,7 +8,7 @@ A pure function of the configuration, the model's sizes and the machine. Weights
 exact; activations and PyTorch's own memory are estimates, marked "about".
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -27,6 +27,8 @@ CONTEXT = 500 * 2**20
 """Estimate: a process on a GPU."""
 LOGITS = 2**30
 """Logits that the trainer holds on a GPU at a time."""
+STATE_BYTES = 12
+"""What a trainer that takes over needs for each trained parameter: the parameter and two moments."""
 PAYLOAD_BYTES = 8
 """A token and its log-probability."""
 TRAJECTORY_SHARE = 4
@@ -68,6 +70,10 @@ class Estimate:
         device = _device(self.config.rollout.device)
         return sum(part.bytes for part in self.parts if part.role == "instance" and part.device == device)
 
+    def of(self, *roles: str) -> int:
+        """Bytes of these roles on all devices."""
+        return sum(part.total for part in self.parts if part.role in roles)
+
     @property
     def threads(self) -> int:
         """Threads of each compute process, unless the runtime has cores to spare for the trainer."""
@@ -90,6 +96,18 @@ class Estimate:
                 return f"{setting}={device}, but nvidia-smi finds no such GPU here: give {setting}=cpu"
             if self.needed(device) > has:
                 return self._too_much(device, has)
+        return None
+
+    def problem_of_more(self, count: int) -> str | None:
+        """Why there is no room for ``count`` instances beside what runs already; None if there is."""
+        wanted = self.config.rollout.instances
+        for device in self.devices:
+            one = sum(part.bytes for part in self.parts if part.role == "instance" and part.device == device)
+            has = self._has(device) or 0
+            if count * one > has:
+                more = f"{count} more instances need" if count > 1 else "one more instance needs"
+                said = f"{more} {gigabytes(count * one)} on {device}, which has {gigabytes(has)} free"
+                return f"{said}: give rollout={wanted - count + has // one} or less"
         return None
 
     def _has(self, device: str) -> int | None:
@@ -158,6 +176,22 @@ def estimate(config: Config, machine: Machine | None = None) -> Estimate:
     return Estimate(config, sizes, machine, parts)
 
 
+def settled(config: Config, machine: Machine) -> tuple[Config, str]:
+    """With what was left to the machine decided, and a line if that is a loss."""
+    if config.processes.standby is not None:
+        return config, ""
+    needs = estimate(config, machine)
+    room = machine.shared is None or needs.of("parameters", "standby") <= machine.shared
+    without = replace(config, processes=replace(config.processes, standby=False))
+    if (needs.problem is None and room) or estimate(without, machine).problem is not None:
+        return config, ""
+    where = "memory" if room else f"shared memory, of which {gigabytes(machine.shared or 0)} are free"
+    return without, (
+        f"processes.standby is off, since its {gigabytes(needs.of('standby'))} do not fit in {where}: a trainer that "
+        "dies will end the run, which can then be resumed from its newest checkpoint"
+    )
+
+
 def trajectory_bytes(config: Config, free: int) -> int:
     """The memory limit of the trajectory server: as configured, or a share of what is free, but at least one step."""
     if config.processes.trajectory_gib is not None:
@@ -209,9 +243,12 @@ def _rest(config: Config, sizes: Sizes, limit: int) -> list[MemoryUse]:
     groups = (config.staleness + 1) * (config.groups + config.redundancy)
     adapters = sizes.adapters(config.training.lora_rank, config.training.lora_targets)
     trained = adapters if config.training.lora_rank else sizes.parameters
-    version = BYTES[config.rollout.dtype] * sizes.parameters + (12 * trained if config.processes.standby else 0)
+    weights = BYTES[config.rollout.dtype] * sizes.parameters
+    state = STATE_BYTES * trained if config.processes.with_standby else 0
+    what = f"trainer's state, {STATE_BYTES} bytes per trained parameter, twice{'' if state else ': off'}"
     return [
-        MemoryUse("parameters", "two versions in shared memory", version, count=2),
+        MemoryUse("parameters", "two versions in shared memory", weights, count=2),
+        MemoryUse("standby", what, state, count=2),
         MemoryUse("trajectories", "tokens, at most", min(limit, groups * _group(config))),
         MemoryUse("rewards", "workers, about", WORKER, count=config.reward.workers),
         MemoryUse("control", "process, about", CONTROL),

@@ -5,7 +5,7 @@ from typing import Any
 from staleflow.config.convert import leaves, to_tree
 from staleflow.config.schema import Config
 
-FREE = ("runs", "cache", "steps", "stop_at")
+FREE = ("runs", "cache", "steps", "stop_at", "samples", "rollout.instances")
 FREE_SECTIONS = ("processes", "evaluation", "checkpoints", "cluster")
 
 

@@ -57,9 +57,11 @@ def mismatches(config: Config, vocabulary: int) -> Iterator[str]:
     data = config.data
     if data.source == ADDER and config.model != ADDER and vocabulary != len(VOCABULARY):
         yield f"data.source=adder has its own tokens, which model={config.model} does not know: give data.source"
+    if data.chat and data.source == ADDER:
+        yield "data.chat=true, but data.source=adder has no text to chat with: leave it out, or give data.source"
     if config.model == ADDER and data.source != ADDER:
         yield f"model=adder knows nothing but its own task, not data.source={data.source}: give a model"
-    if config.reward.function == ADDER and data.source != ADDER:
+    if ADDER in config.reward.functions and data.source != ADDER:
         yield f"reward.function=adder cannot score data.source={data.source}: give a reward such as last-number"
-    if config.reward.function == "reasoning-gym" and not data.source.startswith(GYM):
+    if "reasoning-gym" in config.reward.functions and not data.source.startswith(GYM):
         yield f"reward.function=reasoning-gym scores its own tasks: give data.source={GYM}NAME"

@@ -19,9 +19,14 @@ from staleflow.coordinator.strategies import Strategies
 from staleflow.reward.options import Reward
 from staleflow.rollout.options import Drawing, EngineOptions, Rollout, Sampling
 from staleflow.servers.filters import FILTERS
-from staleflow.settings import Amount, Count, Positive, Range, Section, Whole
+from staleflow.settings import Amount, Count, Form, Positive, Range, Section, Whole
 from staleflow.tasks.options import ADDER, Data
 from staleflow.training.options import TrainerOptions, Training
+
+
+def passes(samples: int) -> list[int]:
+    """The ``k`` for which ``pass@k`` is measured: powers of two, and all."""
+    return sorted({2**power for power in range(1, samples.bit_length())} | ({samples} if samples > 1 else set()))
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,31 @@ class Evaluation(Drawing):
     """Steps between two evaluations; 0: only at the beginning and at the end."""
     problems: Annotated[int, Range(1, 1_000_000)] = 256
     """How many held-out problems are evaluated."""
+    samples: Annotated[int, Range(1, 1024)] = 1
+    """Responses to each problem. With more than one, ``pass@k`` is reported where rewards are 0 or 1."""
+    figure: Annotated[str, Form(r"pass@[1-9]\d*|[^@]+", "give reward, pass@K, or the name of a reward")] = "reward"
+    """What ``stop_at``, ``evaluation.patience`` and the best checkpoint go by: ``reward`` (the mean), ``pass@K``, or
+    one of several rewards by its name."""
+    patience: Whole = 0
+    """The run ends after this many evaluations in a row without a better figure; 0: it does not."""
     when: Literal["during", "after"] = "during"
     """``after``: versions are kept on the disk and evaluated when training has ended, so that it is not disturbed."""
+
+    def contradictions(self) -> Iterator[str]:
+        if self.samples > 1 and self.temperature == 0:
+            yield (
+                f"samples={self.samples} are all the same with temperature=0: give evaluation.temperature, such as 1"
+            )
+        if self.figure.startswith("pass@") and int(self.figure.removeprefix("pass@")) not in passes(self.samples):
+            yield (
+                f"figure={self.figure} is not measured with evaluation.samples={self.samples}: give "
+                f"{', '.join(f'pass@{k}' for k in passes(self.samples)) or 'evaluation.samples=2 or more'}"
+            )
+        if self.patience and (not self.every or self.when == "after"):
+            yield (
+                f"patience={self.patience}, but nothing is evaluated during the run: give evaluation.every, and "
+                "evaluation.when=during"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +72,8 @@ class Checkpoints(Section):
     """Minutes between two checkpoints; 0: by steps only."""
     keep: Whole = 2
     """How many of the latest are kept; 0: all."""
+    best: bool = True
+    """Keep the version with the best ``evaluation.figure`` too, as a model without the trainer's state: ``best``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +85,24 @@ class Processes(Section):
     trajectory_gib: Positive | None = None
     """Memory for prompts and responses in the trajectory server; where it is full, the next prompt waits. null: a
     quarter of what is free."""
-    standby: bool = True
+    standby: bool | None = None
     """Publish the optimiser's state with each version, in shared memory, so that a trainer that dies is replaced and
-    nothing is lost. Without it, a trainer that dies ends the run, which can be resumed from its newest checkpoint."""
+    nothing is lost; it takes twice 12 bytes for each trained parameter. Without it, a trainer that dies ends the run,
+    which can be resumed from its newest checkpoint. null: where there is memory for it."""
     hung_s: Positive = 30.0
     """A process that has said nothing for this long, and for ten times what is normal, is killed and replaced."""
+
+    @property
+    def with_standby(self) -> bool:
+        """``staleflow.config.memory.settled`` decides what was left open."""
+        return self.standby is not False
 
 
 @dataclass(frozen=True, slots=True)
 class Config(Section):
     model: str = ADDER
-    """``adder`` (the embedded small model), ``smollm2-135m``, or a folder in Hugging Face format."""
+    """``adder`` (the embedded small model), ``smollm2-135m``, a folder in Hugging Face format, or ``OWNER/NAME`` of a
+    model on the Hugging Face hub."""
     seed: Whole = 0
     steps: Count = 60
     """Updates of the model."""
@@ -84,8 +121,11 @@ class Config(Section):
     ``module:function``."""
     filter_arguments: dict[str, Any] = field(default_factory=dict[str, Any])
     """Passed to ``module:function``."""
-    stop_at: Annotated[float, Range(above=0, most=1)] | None = None
-    """Held-out accuracy at which the run ends before its last step; null: it does not."""
+    stop_at: float | None = None
+    """Value of ``evaluation.figure``, by default the mean reward on held-out problems, at which the run ends before its
+    last step; null: it does not."""
+    samples: Whole = 4
+    """Responses of each step that are kept, with prompts and rewards, in ``samples.jsonl``."""
     runs: str = "runs"
     """The folder of run directories."""
     cache: str = field(default_factory=cache_folder)
@@ -121,6 +161,14 @@ class Config(Section):
                 f"extra_members={self.extra_members} drops as much as group_size={self.group_size} keeps: give at most "
                 f"{self.group_size - 1}"
             )
+        if self.stop_at is not None and (not self.evaluation.every or self.evaluation.when == "after"):
+            yield (
+                f"stop_at={self.stop_at}, but nothing is evaluated during the run: give evaluation.every, and "
+                "evaluation.when=during"
+            )
+        figures = ("reward", *(self.reward.names if len(self.reward.names) > 1 else ()))
+        if not self.evaluation.figure.startswith("pass@") and self.evaluation.figure not in figures:
+            yield f"evaluation.figure={self.evaluation.figure} is unknown: give {', '.join(figures)} or pass@K"
         if self.filter == "no-signal" and self.group_size == 1:
             yield "filter=no-signal drops every group of one: give group_size=2 or more, or filter=none"
 

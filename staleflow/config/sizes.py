@@ -13,7 +13,8 @@ from staleflow.errors import ConfigError
 from staleflow.model_json import read_json, unsupported
 from staleflow.rollout.shapes import SHAPES
 from staleflow.tasks.adder import VOCABULARY, Shape
-from staleflow.tasks.options import ADDER, SMOLLM
+from staleflow.tasks.hub import hub_folder
+from staleflow.tasks.options import ADDER, SMOLLM, is_hub_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,12 @@ def sizes_of(config: Config) -> Sizes:
         return Sizes(*widths, len(VOCABULARY), shape.positions, tied=False, family="llama")
     if config.model == SMOLLM:
         return _read("smollm2-135m", SHAPES["smollm-135m"])
-    path = Path(config.model) / "config.json"
+    hub = is_hub_name(config.model)
+    path = (hub_folder(config.model, weights=False) if hub else Path(config.model)) / "config.json"
     if not path.parent.is_dir():
         raise ConfigError(
-            f"model={config.model}: no such folder: give adder, smollm2-135m, or a folder in Hugging Face format"
+            f"model={config.model}: no such folder: give adder, smollm2-135m, a folder in Hugging Face format, or "
+            "OWNER/NAME of a model on the Hugging Face hub"
         )
     if not path.is_file():
         raise ConfigError(f"model={config.model}: the folder has no config.json: give one in Hugging Face format")

@@ -23,7 +23,7 @@ MORE = {
 }
 
 
-def refuse_names_of_nothing(config: Config, sizes: Sizes) -> None:
+def refuse_unmatched_names(config: Config, sizes: Sizes) -> None:
     """``ConfigError`` for a pattern or a matrix name that matches no parameter."""
     training = config.training
     if sizes.family not in FAMILIES or not (training.train_only or training.lora_rank):

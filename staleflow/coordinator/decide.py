@@ -21,12 +21,8 @@ import numpy as np
 
 from staleflow.coordinator.crowding import fitting_mu, least_gain
 from staleflow.coordinator.levelling import level
-from staleflow.coordinator.migration import migrate
-from staleflow.coordinator.routing import route
 from staleflow.coordinator.situation import Abort, Command, Interrupt, Pace, Pull, Route, Situation, Truncate
-from staleflow.coordinator.strategies import Strategies
-from staleflow.coordinator.synchronisation import synchronise
-from staleflow.coordinator.tail import end_tail
+from staleflow.coordinator.strategies import MIGRATION, ROUTING, SYNCHRONISATION, TAIL, Strategies
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +34,9 @@ class Decision:
 
 
 def decide(situation: Situation, strategies: Strategies) -> Decision:
-    work = _fitted(situation, strategies)
-    pulls = synchronise(work, strategies)
+    mu = fitting_mu(situation, strategies.mu) if strategies.adapt else None
+    work = situation if mu is None else replace(situation, mu=mu)
+    pulls: list[Pull] = strategies.decide(SYNCHRONISATION, work)
     if pulls:
         work = _with_pulls(work, pulls)
     interrupts: list[Interrupt] = []
@@ -47,15 +44,15 @@ def decide(situation: Situation, strategies: Strategies) -> Decision:
         interrupts, fleet = level(work, strategies, pulls)
         work = replace(work, fleet=fleet)
     moving = {interrupt.trajectory for interrupt in interrupts}
-    interrupts += [interrupt for interrupt in migrate(work, strategies) if interrupt.trajectory not in moving]
-    ends = end_tail(work, strategies)
+    interrupts += [each for each in strategies.decide(MIGRATION, work) if each.trajectory not in moving]
+    ends: list[Abort | Truncate] = strategies.decide(TAIL, work)
     if ends:
         ended = _ended(situation, ends)
         interrupts = [interrupt for interrupt in interrupts if interrupt.trajectory not in ended]
         aborted = {end.group for end in ends if isinstance(end, Abort)}
         queue = [item for item in work.queue if item.group not in aborted and item.trajectory not in ended]
         work = replace(work, queue=queue)
-    routes = route(work, strategies)
+    routes: list[Route] = strategies.decide(ROUTING, work)
     inputs = _inputs(situation) | {
         "synchronisation": {"mode": strategies.synchronisation, "pulls": len(pulls)},
         "migration": {"mode": strategies.migration, **Counter(interrupt.why for interrupt in interrupts)},
@@ -73,12 +70,6 @@ def plain(commands: Iterable[Command]) -> list[list[Any]]:
         else [type(command).__name__, *(getattr(command, name) for name in command.__slots__)]
         for command in commands
     ]
-
-
-def _fitted(situation: Situation, strategies: Strategies) -> Situation:
-    """With ``adapt``, as full as the run's own lengths and pace ask for; as configured until these are known."""
-    mu = fitting_mu(situation, strategies.mu) if strategies.adapt else None
-    return situation if mu is None else replace(situation, mu=mu)
 
 
 def _with_pulls(situation: Situation, pulls: Sequence[Pull]) -> Situation:

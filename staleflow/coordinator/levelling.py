@@ -24,7 +24,7 @@ NEARLY = 0.1
 """Even enough: the fullest and the emptiest differ by this share of the mean."""
 
 MOST_MOVES = 256
-"""In one call."""
+"""Moves in one call."""
 
 
 def level(situation: Situation, strategies: Strategies, pulls: Sequence[Pull]) -> tuple[list[Interrupt], Fleet]:

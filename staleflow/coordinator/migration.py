@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 
 from staleflow.coordinator.situation import Fleet, Interrupt, Ints, Resident, Situation
-from staleflow.coordinator.strategies import MIGRATION, Strategies
+from staleflow.coordinator.strategies import Strategies
 
 MOST_MOVES = 4
 """Blockers moved in one call: each move changes what the next would gain, and the next call will see it."""
@@ -42,11 +42,6 @@ def gain(situation: Situation, strategies: Strategies) -> list[Interrupt]:
 
 def off(situation: Situation, strategies: Strategies) -> list[Interrupt]:  # noqa: ARG001
     return []
-
-
-def migrate(situation: Situation, strategies: Strategies) -> list[Interrupt]:
-    """The interrupts by the configured mode."""
-    return MIGRATION.load(strategies.migration)(situation, strategies, **strategies.migration_arguments)
 
 
 def _relieve(situation: Situation, strategies: Strategies, fleet: Fleet) -> list[Interrupt]:

@@ -5,15 +5,13 @@ Whatever rule picks the instance, every route keeps these promises:
 1. the target is alive, holds nothing that waits for KV memory, and has a sequence slot and ``context + headroom``
    tokens of KV memory left, counting in the routes before it;
 2. the target's version (after any pull in progress) is at least the version of the trajectory's group;
-3. a fresh group starts only on a version with room, and uses up one place; its other members then count as started;
+3. a fresh group starts only on a version with room, and uses up one place; its other members then count as reserved;
 4. the queue is served in order, and what cannot be placed does not stop what can;
-5. the oldest started trajectory for which no instance has memory or a slot claims the eligible instance with the most
+5. the oldest reserved trajectory for which no instance has memory or a slot claims the eligible instance with the most
    free memory, which takes no younger work in this call: short work cannot starve a long trajectory.
 
-The rules: ``waterfall`` takes the largest marginal gain for what is fresh and the fastest instance for what is started,
-``least_loaded`` the fewest running, ``round_robin`` the instance that was not used for longest::
-
-    routes = route(situation, strategies)
+The rules: ``waterfall`` takes the largest marginal gain for what is fresh and the fastest instance for what is
+reserved, ``least_loaded`` the fewest running, ``round_robin`` the instance that was not used for longest.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from numpy.typing import NDArray
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.crowding import least_gain
 from staleflow.coordinator.situation import Bools, Fleet, Floats, Queued, Route, Situation
-from staleflow.coordinator.strategies import ROUTING, Strategies
+from staleflow.coordinator.strategies import Strategies
 
 FEW = 16
 """Up to here Python's own loop over the instances is faster than calling numpy."""
@@ -38,8 +36,8 @@ def waterfall(situation: Situation, strategies: Strategies) -> list[Route]:
     """For a fresh group the largest ``speed * (T(n + 1, c + context) - T(n, c))`` wins; it is started only where the
     gain, at the speed of the cost model, is at least ``mu / step(1, context)``.
 
-    What is started must not wait for that, and goes where a step will be shortest: with the largest gain, long contexts
-    would all be sent to one instance, where they slow nobody but each other, and they are what steps wait for."""
+    What is reserved must not wait for that, and goes where a step will be shortest: with the largest gain, long
+    contexts would all be sent to one instance, where they slow only each other, and they are what steps wait for."""
     rows = _Rows(situation.fleet)
     return _Filling(
         situation, rows, strategies.headroom, _Gain(rows, situation.cost, least_gain(situation, strategies))
@@ -58,22 +56,17 @@ def round_robin(situation: Situation, strategies: Strategies) -> list[Route]:
     return _Filling(situation, rows, strategies.headroom, _Turns(rows, situation.turn)).run()
 
 
-def route(situation: Situation, strategies: Strategies) -> list[Route]:
-    """The routes by the configured rule."""
-    return ROUTING.load(strategies.routing)(situation, strategies, **strategies.routing_arguments)
-
-
 class _Rule(Protocol):
     """How good each instance is for one more sequence; the highest score wins if it is at least ``least``."""
 
     def scores(self, context: int, fresh: bool) -> Floats:
-        """For every row; the array is the caller's."""
+        """The score of each row, as an array that the caller may change."""
         ...
 
     def score(self, row: int, context: int, fresh: bool) -> float: ...
     def least(self, context: int) -> float: ...
     def longest(self) -> Floats:
-        """For every row, the longest context for which its score is enough."""
+        """For each row: the longest context for which its score is enough."""
         ...
 
     def placed(self, row: int, context: int) -> None:
@@ -192,7 +185,7 @@ class _Turns:
 
 
 class _Level:
-    """Trajectories that the same instances may take: those started with one version, or the fresh ones."""
+    """Trajectories that the same instances may take: those reserved with one version, or the fresh ones."""
 
     __slots__ = ("closed", "end", "failed", "shut")
 
@@ -216,7 +209,7 @@ class _Filling:
         self.rows, self.headroom, self.rule = rows, headroom, rule
         self.room = dict(situation.room)
         self.reserved: dict[str, int] = {}
-        """The version that this call starts a fresh group with."""
+        """The version that this call reserves a fresh group with."""
         self.closed = ~fleet.alive | (fleet.waiting > 0) | (fleet.running + fleet.waiting >= fleet.max_running)
         self.claimed = False
         self.levels: dict[int | None, _Level] = {}
@@ -243,7 +236,7 @@ class _Filling:
                     shut |= self.fleet.version == held
         else:
             shut = self.closed | (self.fleet.version < version)
-            end = bisect_right(self.queue, version, key=_level)
+            end = bisect_right(self.queue, version, key=lambda item: item.level)
         level = self.levels[version] = _Level(shut, end)
         return level
 
@@ -262,7 +255,7 @@ class _Filling:
         scores[row] = self._score(row, context, level, least, fresh)
         target = rows.version[row]
         if fresh:
-            self._start(item.group, target, level)
+            self._reserve(item.group, target, level)
         self.routes.append(Route(item.trajectory, item.group, self.fleet.names[row], target))
         return True
 
@@ -274,7 +267,7 @@ class _Filling:
         return score if score >= least * self.rows.speed[row] else -inf
 
     def _scores(self, level: _Level, context: int, fresh: bool) -> tuple[list[float] | Floats, float]:
-        """For every row; and the least score that is enough.
+        """The score of each row, and the least that is enough.
 
         Kept for the next trajectory, because members of a group often have the same context.
         """
@@ -320,7 +313,7 @@ class _Filling:
         for level in self.levels.values():
             level.shut[row] = True
 
-    def _start(self, group: str, version: int, fresh: _Level) -> None:
+    def _reserve(self, group: str, version: int, fresh: _Level) -> None:
         """Use one place. A group due by some deadline takes a place from every later one, and from an earlier one
         only if that had as many left: room is the fewest places left up to any deadline from the version's on."""
         self.reserved[group] = version
@@ -337,11 +330,7 @@ class _Filling:
         """The next position in the queue worth trying, after the one at ``at`` found no place."""
         queue, failed = self.queue, level.failed
         if queue[at].version is None and version is not None:
-            return at + 1  # a member of a group that this call started: fresh groups come after it
+            return at + 1  # a member of a group that this call reserved: fresh groups come after it
         if not failed:
             return level.end
         return next((later for later in range(at + 1, level.end) if queue[later].context < failed), level.end)
-
-
-def _level(item: Queued) -> float:
-    return item.level

@@ -6,7 +6,7 @@ what the open step waits for. Strategies are pure functions of it and return com
 
 The fleet is a table of columns, one row for each instance, because strategies look at all instances at once::
 
-    fleet = Fleet.of([InstanceView("i0", version=3, running=12, context=40_000, kv_free=200_000, ...)])
+    fleet = Fleet.of(["i0", "i1"], version=[3, 3], running=[12, 9], context=[40_000, 31_000], kv_free=[200_000, 90_000])
     fleet.running[fleet.version == 3]
 """
 
@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,35 +27,26 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-
-@dataclass(frozen=True, slots=True)
-class InstanceView:
-    """One instance, with the commands issued to it counted in. ``version`` is the one after any pull in progress."""
-
-    name: str
-    version: int
-    running: int = 0
-    """Sequences decoding or being prefilled."""
-    waiting: int = 0
-    """Sequences that the instance holds but has no KV memory for: it is thrashing."""
-    context: int = 0
-    """Tokens of context among those running."""
-    kv_free: int = 0
-    """Tokens of KV memory left."""
-    max_running: int = 256
-    alive: bool = True
-    pulling: bool = False
-    speed: float = 1.0
+COLUMNS = ("version", "running", "waiting", "context", "kv_free", "max_running", "alive", "pulling", "speed")
+KINDS: dict[str, Any] = {"alive": np.bool_, "pulling": np.bool_, "speed": np.float64}
+UNREPORTED = {"version": -1, "max_running": 256, "alive": 1, "speed": 1.0}
 
 
 @dataclass(slots=True)
 class Fleet:
+    """All instances, with the commands issued to them counted in."""
+
     names: list[str]
     version: Ints
+    """The version after any pull in progress."""
     running: Ints
+    """Sequences decoding or being prefilled."""
     waiting: Ints
+    """Sequences that the instance holds but has no KV memory for: it is thrashing."""
     context: Ints
+    """Tokens of context among those running."""
     kv_free: Ints
+    """Tokens of KV memory left."""
     max_running: Ints
     alive: Bools
     pulling: Bools
@@ -63,37 +54,17 @@ class Fleet:
     """How fast it decodes against the cost model, by its own measurements; 1 while unknown."""
 
     @classmethod
-    def of(cls, views: Sequence[InstanceView]) -> Fleet:
-        def ints(name: str) -> Ints:
-            return np.array([getattr(view, name) for view in views], dtype=np.int64)
-
-        return cls(
-            names=[view.name for view in views],
-            version=ints("version"),
-            running=ints("running"),
-            waiting=ints("waiting"),
-            context=ints("context"),
-            kv_free=ints("kv_free"),
-            max_running=ints("max_running"),
-            alive=ints("alive").astype(bool),
-            pulling=ints("pulling").astype(bool),
-            speed=np.array([view.speed for view in views], dtype=np.float64),
-        )
+    def of(cls, names: Sequence[str], **given: Sequence[float]) -> Fleet:
+        """Instances of these names. A column that is not given is that of instances which have reported nothing."""
+        columns: list[Any] = [
+            np.array(given.get(name, [UNREPORTED.get(name, 0)] * len(names)), KINDS.get(name, np.int64))
+            for name in COLUMNS
+        ]
+        return cls(list(names), *columns)
 
     def copy(self) -> Fleet:
         """A working copy, for a strategy to count its own decisions in."""
-        return Fleet(
-            names=self.names,
-            version=self.version.copy(),
-            running=self.running.copy(),
-            waiting=self.waiting.copy(),
-            context=self.context.copy(),
-            kv_free=self.kv_free.copy(),
-            max_running=self.max_running.copy(),
-            alive=self.alive.copy(),
-            pulling=self.pulling.copy(),
-            speed=self.speed,
-        )
+        return Fleet(self.names, *(getattr(self, name).copy() for name in COLUMNS))
 
     def place(self, index: int, context: int, headroom: int) -> None:
         """Count in one more sequence of ``context`` tokens, with room to grow."""

@@ -25,7 +25,7 @@ import numpy as np
 
 from staleflow.coordinator.crowding import least_gain
 from staleflow.coordinator.situation import Bools, Floats, Ints, Pull, Situation
-from staleflow.coordinator.strategies import SYNCHRONISATION, Strategies
+from staleflow.coordinator.strategies import Strategies
 
 PULLS_IN_HORIZON = 4.0
 """The horizon in pulls while the time between two versions is unknown."""
@@ -44,13 +44,6 @@ def gain(situation: Situation, strategies: Strategies) -> list[Pull]:
     chosen = behind & _starving(situation)
     chosen[_gaining(situation, strategies, np.flatnonzero(behind))] = True
     return _pulls(situation, chosen)
-
-
-def synchronise(situation: Situation, strategies: Strategies) -> list[Pull]:
-    """The pulls by the configured mode."""
-    return SYNCHRONISATION.load(strategies.synchronisation)(
-        situation, strategies, **strategies.synchronisation_arguments
-    )
 
 
 def _pulls(situation: Situation, chosen: Bools) -> list[Pull]:
@@ -106,10 +99,10 @@ def _new_work(situation: Situation, rows: Ints) -> tuple[Floats, Floats]:
     versions, where = np.unique(situation.fleet.version[rows], return_inverse=True)
     counts, means = np.zeros(len(versions)), np.zeros(len(versions))
     for at, version in enumerate(versions.tolist()):
-        started = bisect_right(queue, version, hi=fresh, key=lambda item: item.level)
+        reserved = bisect_right(queue, version, hi=fresh, key=lambda item: item.level)
         takes = min(end, fresh + max(0, room.get(version, 0)) * size)
-        counts[at] = count = fresh - started + end - takes
-        means[at] = (tokens[fresh] - tokens[started] + tokens[end] - tokens[takes]) / max(1, count)
+        counts[at] = count = fresh - reserved + end - takes
+        means[at] = (tokens[fresh] - tokens[reserved] + tokens[end] - tokens[takes]) / max(1, count)
     return counts[where], means[where]
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from staleflow.coordinator.situation import Abort, Situation, Truncate
-from staleflow.coordinator.strategies import TAIL, Strategies
+from staleflow.coordinator.strategies import Strategies
 
 
 def wait(situation: Situation, strategies: Strategies) -> Sequence[Abort | Truncate]:  # noqa: ARG001
@@ -35,11 +35,6 @@ def truncate(situation: Situation, strategies: Strategies) -> Sequence[Abort | T
         return []
     names = situation.fleet.names
     return [Truncate(blocker.trajectory, names[blocker.instance]) for blocker in situation.blockers]
-
-
-def end_tail(situation: Situation, strategies: Strategies) -> list[Abort | Truncate]:
-    """What the configured policy gives up or ends."""
-    return list(TAIL.load(strategies.tail)(situation, strategies, **strategies.tail_arguments))
 
 
 def _stuck(situation: Situation, strategies: Strategies) -> bool:

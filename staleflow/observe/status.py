@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 class InstanceStatus:
     name: str
     version: int | None = None
-    """Of the weights it decodes with; None before the first pull."""
+    """Version of its weights; None before the first pull."""
     running: int = 0
     waiting: int = 0
     kv_used: int = 0
@@ -22,6 +22,7 @@ class InstanceStatus:
     kv_total: int = 0
     alive: bool = True
     pulling: bool = False
+    leaving: bool = False
     tokens_per_s: float = 0.0
 
 
@@ -30,14 +31,16 @@ class Status:
     step: int
     """Steps committed so far."""
     steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     seconds: float
     bound: int
     reward: float | None = None
     accuracy: Sequence[tuple[int, float]] = ()
-    """Held-out, 0..1, with the step it was measured at."""
+    """Mean reward on held-out problems, with the step it was measured at."""
+    binary: bool = True
+    """Whether all rewards are 0 or 1, so that their mean is the accuracy."""
     rewards: Sequence[float] = ()
-    """Of the last steps, oldest first."""
+    """Mean rewards of the last steps, oldest first."""
     max_staleness: int | None = None
     mean_staleness: float | None = None
     staleness_histogram: Mapping[int, int] = field(default_factory=dict)
@@ -55,6 +58,12 @@ class Status:
     instances: tuple[InstanceStatus, ...] = ()
     waiting_for: str = ""
     loss: float | None = None
+    cut: float | None = None
+    """The share of responses of the latest step that a length limit ended."""
+    without_signal: float | None = None
+    """The share of groups of the latest step whose rewards are all equal."""
+    left_out: float = 0.0
+    """The share of prompts of the data that are too long, or empty."""
     notes: tuple[str, ...] = ()
     first_step: int = 0
     """Where this process began: a resumed run's seconds cover only the steps from there."""

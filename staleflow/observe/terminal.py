@@ -1,6 +1,6 @@
 """The live view of a run in a terminal, and one plain line per step where there is none.
 
-``render`` turns a status into something rich can draw; it reads nothing but its argument. ``TerminalView`` decides when
+``StatusView`` is a status as rich can draw it; it reads nothing else. ``TerminalView`` decides when
 to draw: at most four times a second, and nothing at all where the output is not a terminal::
 
     view = TerminalView(plain=options.plain)
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Self, cast
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.segment import Segment
 from rich.style import Style
@@ -42,16 +42,12 @@ BOLD, DIM = Style(bold=True), Style(dim=True)
 GOOD, BUSY, BAD, ACCENT = Style(color="green"), Style(color="yellow"), Style(color="red"), Style(color="cyan")
 
 
-def render(status: Status) -> RenderableType:
-    return _View(status)
-
-
 def plain_line(status: Status) -> str:
     """The status in one line without colours."""
     parts = [f"step {status.step}/{status.steps}", duration(status.seconds), f"reward {decimal(status.reward)}"]
     if status.accuracy:
         step, value = status.accuracy[-1]
-        parts.append(f"held-out {percent(value, 1)}" + (f" (step {step})" if step != status.step else ""))
+        parts.append(f"held-out {_mean(status, value)}" + (f" (step {step})" if step != status.step else ""))
     if status.max_staleness is not None:
         parts.append(f"staleness {_staleness(status)}")
     if status.tokens_trained:
@@ -62,6 +58,8 @@ def plain_line(status: Status) -> str:
         parts.append(f"idle {percent(status.trainer_idle)}")
     if status.loss is not None:
         parts.append(f"loss {decimal(status.loss, 4)}")
+    shares = (("cut", status.cut), ("no signal", status.without_signal), ("left out", status.left_out))
+    parts += [f"{name} {percent(share)}" for name, share in shares if share]
     down = [each.name for each in status.instances if not each.alive]
     if down:
         parts.append(f"down: {', '.join(down)}")
@@ -86,10 +84,6 @@ class TerminalView:
             console = Console(file=cast(IO[str], self._output))
             if not console.is_dumb_terminal:
                 self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
-
-    @property
-    def live(self) -> bool:
-        return self._live is not None
 
     def update(self, status: Status) -> None:
         """Draws it if the last drawing is old enough; else a later call does, or ``close``."""
@@ -129,7 +123,7 @@ class TerminalView:
     def _draw(self, live: Live) -> None:
         if self._pending is not None:
             live.start()
-            live.update(_View(self._pending), refresh=True)
+            live.update(StatusView(self._pending), refresh=True)
             self._pending = None
 
 
@@ -166,7 +160,7 @@ class _Output:
 # The view as lines of spans
 
 
-class _View:
+class StatusView:
     """Built of segments and not of rich's tables, which take ten times as long."""
 
     def __init__(self, status: Status) -> None:
@@ -224,8 +218,14 @@ def _summary(status: Status, width: int, glyphs: Glyphs) -> list[Line]:
     tokens = f"{number(status.tokens_trained)} trained, {number(status.trained_tokens_per_s)}/s"
     if status.wasted is not None:
         tokens += f", {percent(status.wasted)} wasted"
+    if status.cut:
+        tokens += f", {percent(status.cut)} of responses cut"
     shares = f"idle {percent(status.trainer_idle)}, control {percent(status.control_overhead)}   "
     groups = f"{number(status.groups_ready)} ready, {number(status.groups_in_flight)} in flight"
+    if status.without_signal:
+        groups += f", {percent(status.without_signal)} without signal"
+    if status.left_out:
+        groups += f", {percent(status.left_out)} of prompts left out"
     return [
         reward,
         _held_out(status, room, glyphs),
@@ -240,13 +240,19 @@ def _held_out(status: Status, room: int, glyphs: Glyphs) -> Line:
     if not status.accuracy:
         return [_label("held-out"), (f"{'-':>8}", BOLD)]
     step, value = status.accuracy[-1]
-    line = spark([accuracy for _, accuracy in status.accuracy], room, 0.0, 1.0, glyphs)
+    limits = (0.0, 1.0) if status.binary else (None, None)
+    line = spark([accuracy for _, accuracy in status.accuracy], room, *limits, glyphs)
     return [
         _label("held-out"),
-        (f"{percent(value, 1):>8}  ", BOLD),
+        (f"{_mean(status, value):>8}  ", BOLD),
         (line.ljust(room), ACCENT),
         (f"  step {step}", DIM),
     ]
+
+
+def _mean(status: Status, value: float) -> str:
+    """A mean of rewards: a share where they are 0 or 1."""
+    return percent(value, 1) if status.binary else decimal(value)
 
 
 def _ages(status: Status, width: int, glyphs: Glyphs) -> list[Line]:
@@ -308,7 +314,11 @@ def _instance(each: InstanceStatus, names: int, kv: int, glyphs: Glyphs) -> Line
         (full, BUSY if load > 0.9 else GOOD),
         (empty, DIM),
         (f" {percent(load) if each.kv_total > 0 else '-':>6}", None),
-        ("  pulling", ACCENT) if each.pulling else (f"{number(each.tokens_per_s):>9}", None),
+        ("  leaving", BUSY)
+        if each.leaving
+        else ("  pulling", ACCENT)
+        if each.pulling
+        else (f"{number(each.tokens_per_s):>9}", None),
     ]
 
 

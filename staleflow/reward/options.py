@@ -12,6 +12,8 @@ from staleflow.settings import Amount, Count, Positive, Section
 from staleflow.tasks.options import ADDER
 
 HTTP = ("http://", "https://")
+PYTHON = "python:"
+"""A function of the program that started the run."""
 REWARDS = Registry(
     "reward.function",
     {
@@ -21,6 +23,7 @@ REWARDS = Registry(
         "math-verify": Entry("staleflow.reward.verifiers:math_verify", needs="math_verify"),
         "reasoning-gym": Entry("staleflow.reward.verifiers:reasoning_gym", needs="reasoning_gym"),
         **{prefix: Entry("staleflow.reward.verifiers:http_service") for prefix in HTTP},
+        PYTHON: Entry("staleflow.reward.function:elsewhere", arguments=True, listed=False),
     },
     takes=("problem", "response"),
     arguments="arguments",
@@ -29,11 +32,13 @@ REWARDS = Registry(
 
 @dataclass(frozen=True, slots=True)
 class Reward(Section):
-    function: Annotated[str, REWARDS] = ADDER
+    function: Annotated[str | tuple[str, ...], REWARDS] = ADDER
     """``adder``, ``exact-match``, ``last-number``, ``math-verify``, ``reasoning-gym``, ``module:function``, or the
-    http(s) address of a service."""
+    http(s) address of a service; or a list of these, whose weighted sum is the reward."""
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Passed to ``module:function``."""
+    """Passed to ``module:function``. Of several: by the name of each, which is what follows its colon."""
+    weights: tuple[float, ...] = ()
+    """The weight of each function; empty: 1 each."""
     workers: Count = 1
     """Processes that score responses."""
     timeout_s: Positive = 10.0
@@ -46,6 +51,31 @@ class Reward(Section):
     environment: tuple[str, ...] = ()
     """Names of further environment variables that its workers see, such as an API key."""
 
+    @property
+    def functions(self) -> tuple[str, ...]:
+        return (self.function,) if isinstance(self.function, str) else self.function
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which each reward is reported: what follows the colon of its function."""
+        return tuple(each if each.startswith(HTTP) else each.rpartition(":")[2] for each in self.functions)
+
+    @property
+    def all_weights(self) -> tuple[float, ...]:
+        return self.weights or (1.0,) * len(self.functions)
+
+    def arguments_of(self, name: str) -> dict[str, Any]:
+        return self.arguments if len(self.functions) == 1 else self.arguments.get(name, {})
+
     def contradictions(self) -> Iterator[str]:
-        if self.function in HTTP:
-            yield f"function={self.function} has no host: give an address such as http://localhost:8000"
+        for each in self.functions:
+            if each in HTTP:
+                yield f"function={each} has no host: give an address such as http://localhost:8000"
+        if not self.functions:
+            yield "function is an empty list: name at least one"
+        if len(set(self.names)) < len(self.names):
+            yield f"function has two of the same name ({', '.join(self.names)}): name different functions"
+        if self.weights and len(self.weights) != len(self.functions):
+            yield f"weights are {len(self.weights)} for {len(self.functions)} functions: give one for each"
+        if len(self.functions) > 1 and (strangers := [name for name in self.arguments if name not in self.names]):
+            yield f"arguments has {strangers[0]}: with several functions, give them by name: {', '.join(self.names)}"

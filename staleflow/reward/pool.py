@@ -1,10 +1,11 @@
 """A bounded pool of reward workers, each a process of its own.
 
-Every submitted response is answered once, by ``on_reward(name, reward)`` or ``on_failure(name, why)``, in the event
-loop that started the pool. A worker that does not answer within ``timeout_s`` is killed with everything it started, one
-that dies is replaced; either is one failure for the response it was busy with, and affects no other response. Retries
-are up to the control plane (``runtime/scoring.py``), except where a service is away: then no response has failed, and
-all wait, longer each time, until it answers or ``patience_s`` have passed::
+Every submitted response is answered once, by ``on_reward(name, reward, parts)`` or ``on_failure(name, why)``, in the
+event loop that started the pool; ``parts`` has each reward where there are several. A worker that does not answer
+within ``timeout_s`` is killed with everything it started, one that dies is replaced; either is one failure for the
+response it was busy with, and affects no other response. Retries are up to the control plane
+(``runtime/scoring.py``), except where a service is away: then no response has failed, and all wait, longer each time,
+until it answers or ``patience_s`` have passed::
 
     pool = RewardPool(Reward("my_module:reward", workers=2), on_reward, on_failure, decoder="tokenizer.json")
     await pool.start()                              # RewardError if the function cannot be loaded
@@ -19,13 +20,14 @@ import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
 from itertools import count
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
+from staleflow.reward.forks import connect, own_functions
 from staleflow.reward.function import RewardError
 from staleflow.reward.options import Reward
-from staleflow.reward.process import Due, Worker
+from staleflow.reward.process import Due, Worker, started
 from staleflow.reward.wire import Answer, Job, pack
 from staleflow.servers.lifecycle import Trajectory
 from staleflow.tasks.task import Problem
@@ -44,9 +46,9 @@ class RewardPool:
     def __init__(
         self,
         options: Reward,
-        on_reward: Callable[[str, float], None],
+        on_reward: Callable[[str, float, tuple[float, ...]], None],
         on_failure: Callable[[str, str], None],
-        stderr: int | IO[bytes] | None = None,
+        stderr: int | None = None,
         decoder: str = "",
         on_away: Callable[[str], None] = lambda _: None,
         on_lost: Callable[[str], None] = lambda _: None,
@@ -93,12 +95,13 @@ class RewardPool:
         """Start one worker, to learn at once if the function cannot be loaded; the others start as needed."""
         await self._start(self._new())
 
-    def submit(self, name: str, problem: Problem, tokens: bytes = b"", text: str = "") -> None:
+    def submit(self, name: str, problem: Problem, tokens: bytes = b"", text: str = "", cut: bool = False) -> None:
         """Score the response with these tokens (little-endian int32). Where workers have no decoder, ``text`` is its
         text. A name that is pending already is ignored."""
         if name in self._asked:
             return
-        job = self._asked[name] = Job(next(self._numbers), problem.prompt, dict(problem.facts), tokens, text)
+        prompt = list(problem.prompt) if isinstance(problem.prompt, tuple) else problem.prompt
+        job = self._asked[name] = Job(next(self._numbers), prompt, dict(problem.facts), tokens, text, cut)
         self._queue.append(Due(name, job))
         self._soon()
 
@@ -133,7 +136,7 @@ class RewardPool:
             if answer.reward is None:
                 self._on_failure(name, answer.why or "the reward worker gave no reason")
             else:
-                self._on_reward(name, answer.reward)
+                self._on_reward(name, answer.reward, answer.parts)
         except Exception as error:  # the callback must not stop the worker
             context = {"message": f"the callback for the reward of {name} failed", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)
@@ -235,9 +238,13 @@ class RewardPool:
         task.add_done_callback(self._changes.discard)
 
     def _new(self) -> Worker:
-        options = msgspec.json.encode(self.options).decode()
-        command = (sys.executable, "-m", "staleflow.reward.worker", options, self._decoder)
-        worker = Worker(command, self._stderr, self.options.timeout_s, self, self.options.environment)
+        if (program := own_functions(self.options)) is not None:
+            connection, process = connect(program, self.options, self._decoder, self._stderr), None
+        else:
+            options = msgspec.json.encode(self.options).decode()
+            command = (sys.executable, "-m", "staleflow.reward.worker", options, self._decoder)
+            connection, process = started(command, self._stderr, self.options.environment)
+        worker = Worker(connection, process, self.options.timeout_s, self)
         self._workers.add(worker)
         return worker
 
@@ -247,7 +254,7 @@ class RewardPool:
         except RewardError as error:
             await worker.end()
             self._workers.discard(worker)
-            raise RewardError(f"reward {self.options.function!r}: {error}") from None
+            raise RewardError(f"reward {', '.join(self.options.functions)!r}: {error}") from None
         self.idle(worker)
 
     async def _add(self, worker: Worker) -> None:
@@ -268,14 +275,22 @@ class RewardPool:
 class PoolPort:
     """The pool as the control plane's ``RewardPort``: looks up a trajectory's problem and tokens and submits them."""
 
-    def __init__(self, pool: RewardPool, problem: Callable[[int], Problem], tokens: Callable[[str], bytes]) -> None:
-        """``tokens``: the token ids of a trajectory, by name, as little-endian int32."""
+    def __init__(
+        self,
+        pool: RewardPool,
+        problem: Callable[[int], Problem],
+        tokens: Callable[[str], bytes],
+        cut: Callable[[bytes], bool] = lambda _: False,
+    ) -> None:
+        """``tokens``: the token ids of a trajectory, by name, as little-endian int32; ``cut``: whether a length limit
+        ended it."""
         self._pool = pool
+        self._cut = cut
         self._problem = problem
         self._tokens = tokens
 
     def score(self, trajectory: Trajectory) -> None:
         if trajectory.state != "generated":
             return  # its group was given up meanwhile
-        name = trajectory.name
-        self._pool.submit(name, self._problem(trajectory.group.prompt), self._tokens(name))
+        name, tokens = trajectory.name, self._tokens(trajectory.name)
+        self._pool.submit(name, self._problem(trajectory.group.prompt), tokens, cut=self._cut(tokens))

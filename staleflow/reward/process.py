@@ -4,7 +4,7 @@ The event loop is woken up for batches, not for responses: a batch is sent in on
 there ``GATHER_S`` later, or when the pool has more to send, are read in one; the socket is watched only if there are
 none (a slow reward). One timer limits the time of the job that the worker is busy with. ::
 
-    worker = Worker(command, stderr, timeout_s=10, listener=pool)
+    worker = Worker(*started(command, stderr), timeout_s=10, listener=pool)
     await worker.ready(timeout_s=60)            # RewardError if it cannot be
     worker.give(due, frame)                     # the listener gets each answer, then ``idle`` or ``lost``
     await worker.end()
@@ -57,16 +57,28 @@ class Listener(Protocol):
         ...
 
 
+def started(
+    command: Sequence[str], stderr: int | IO[bytes] | None, named: Sequence[str] = ()
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A new process, and the connection to it. ``named``: further environment variables that it sees."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            command,
+            stdin=theirs.fileno(),
+            stdout=theirs.fileno(),
+            stderr=stderr,
+            env=environment(named),
+            start_new_session=True,  # so that what the reward function starts can be killed with it
+        )
+    return ours, process
+
+
 class Worker:
     def __init__(
-        self,
-        command: Sequence[str],
-        stderr: int | IO[bytes] | None,
-        timeout_s: float,
-        listener: Listener,
-        named: Sequence[str] = (),
+        self, connection: socket.socket, process: subprocess.Popen[bytes] | None, timeout_s: float, listener: Listener
     ) -> None:
-        """``named``: further environment variables that it sees."""
+        """``process``: None if it ends with the connection (``forks.py``)."""
         self.due: deque[Due] = deque()
         """Jobs that it has not answered, in order."""
         self._loop = asyncio.get_running_loop()
@@ -84,17 +96,9 @@ class Worker:
         self._busy_since = 0.0
         self._looking: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._socket, theirs = socket.socketpair()
+        self._process = process
+        self._socket = connection
         self._socket.setblocking(False)
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=stderr,
-                env=environment(named),
-                start_new_session=True,  # so that what the reward function starts can be killed with it
-            )
         self._watch()
 
     async def ready(self, timeout_s: float) -> None:
@@ -127,6 +131,8 @@ class Worker:
 
     async def last_words(self) -> str:
         """How it ended, once its output has ended."""
+        if self._process is None:
+            return "the reward worker ended"
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, LAST_WORDS_S)
         return f"the reward worker ended: {ending(self._process.returncode)}"
@@ -134,6 +140,8 @@ class Worker:
     async def end(self) -> None:
         """Kill it with everything that it started."""
         self._close()
+        if self._process is None:
+            return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.to_thread(self._process.wait)

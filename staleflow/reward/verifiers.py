@@ -3,7 +3,7 @@
 ``exact-match`` compares the stripped text with ``facts["answer"]``; ``last-number`` the last number of both (GSM8K,
 word problems); ``adder`` is the embedded task's own verifier; ``math-verify`` compares as mathematics;
 ``reasoning-gym`` asks the data set that the problem came from; an address gets ``{"prompt", "text", "tokens",
-"facts"}`` by POST and answers ``{"reward": number}``::
+"cut", "facts"}`` by POST and answers ``{"reward": number}``::
 
     exact_match(Problem("2 + 2", {"answer": "4"}), Response("4"))
     await http_service(problem, response, address="http://127.0.0.1:8000/score", timeout_s=5)
@@ -74,7 +74,7 @@ def reasoning_gym(problem: Problem, response: Response) -> float:
 
 async def http_service(problem: Problem, response: Response, *, address: str, timeout_s: float) -> float:
     def ask() -> float:
-        body = {"prompt": problem.prompt, "text": response.text, "tokens": response.tokens, "facts": problem.facts}
+        body = {"prompt": problem.prompt, "facts": problem.facts, **response._asdict()}
         head = {"Content-Type": "application/json", "Accept": "application/json"}
         request = urllib.request.Request(address, json.dumps(body).encode(), head, method="POST")
         try:

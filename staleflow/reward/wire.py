@@ -17,12 +17,15 @@ MOST_BYTES = 256 * 2**20
 
 class Job(msgspec.Struct, array_like=True):
     number: int
-    prompt: str | tuple[int, ...]
+    prompt: str | list[Any]
+    """Text, token ids or messages."""
     facts: dict[str, Any]
     tokens: bytes
     """The response's tokens, little-endian int32."""
     text: str
     """The response's text, for workers that have no decoder."""
+    cut: bool = False
+    """Whether it was ended by a length limit."""
 
 
 class Answer(msgspec.Struct, array_like=True):
@@ -33,6 +36,8 @@ class Answer(msgspec.Struct, array_like=True):
     why: str = ""
     away: bool = False
     """Not this response failed but a service that the reward needs: it is asked again later."""
+    parts: tuple[float, ...] = ()
+    """Where there are several rewards: each of them, in the order of the setting."""
 
 
 def pack(message: list[Job] | Answer) -> bytes:

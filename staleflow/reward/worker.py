@@ -12,32 +12,47 @@ import asyncio
 import os
 import struct
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
+from typing import Any
 
 import msgspec
 
 from staleflow.errors import StaleFlowError
-from staleflow.reward.function import Response, RewardError, Score, ServiceAwayError, load_reward, reward_of
+from staleflow.reward.function import NONE, Response, RewardError, Rewards, Score, ServiceAwayError, load_rewards
 from staleflow.reward.options import Reward
 from staleflow.reward.wire import READY, Answer, Job, pack
 from staleflow.reward.wire import jobs as job_frames
 from staleflow.tasks.task import Problem
 
 PIECE = 1 << 20
+MOST_LOGGED = 20
+"""Failures of a reward that a worker logs in full."""
+EXCERPT = 2000
+"""Characters of a prompt or response in the log."""
+_logged = 0
 
 Decode = Callable[[Sequence[int]], str]
 
 
 def main(options: str, decoder: str) -> None:
     """``options``: the section ``reward``, as JSON."""
-    jobs_in, answers = os.dup(0), os.fdopen(os.dup(1), "wb", buffering=0)
+    serve(os.dup(0), os.dup(1), msgspec.json.decode(options, type=Reward), decoder)
+
+
+def serve(jobs_in: int, answers_out: int, options: Reward, decoder: str, own: Mapping[str, Score] = NONE) -> None:
+    """Score what comes in on one descriptor, and answer on the other. ``own``: functions by name, as ``load_rewards``
+    takes them."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that processes of the reward function do not read jobs
     os.dup2(2, 1)
+    answers = os.fdopen(answers_out, "wb", buffering=0, closefd=False)
     try:
-        reward, decode = load_reward(msgspec.json.decode(options, type=Reward)), load_decoder(decoder)
+        rewards, decode = load_rewards(options, own), load_decoder(decoder)
     except Exception as error:
         answers.write(pack(Answer(READY, why=_line(error))))
         return
@@ -46,7 +61,7 @@ def main(options: str, decoder: str) -> None:
     answers.write(pack(Answer(READY, reward=0.0)))
     with asyncio.Runner() as runner:
         while True:
-            answers.write(pack(score(reward, decode, jobs.get(), runner)))
+            answers.write(pack(score(rewards, decode, jobs.get(), runner)))
 
 
 def load_decoder(decoder: str) -> Decode | None:
@@ -66,13 +81,46 @@ def load_decoder(decoder: str) -> Decode | None:
     return lambda tokens: tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
-def score(reward: Score, decode: Decode | None, job: Job, runner: asyncio.Runner) -> Answer:
+def score(rewards: Rewards, decode: Decode | None, job: Job, runner: asyncio.Runner) -> Answer:
+    problem, response = Problem(_prompt(job.prompt), job.facts), Response("")
     try:
         tokens: tuple[int, ...] = struct.unpack(f"<{len(job.tokens) // 4}i", job.tokens)
-        response = Response(job.text if decode is None else decode(tokens), tokens)
-        return Answer(job.number, reward=reward_of(reward, Problem(job.prompt, job.facts), response, runner))
+        response = Response(job.text if decode is None else decode(tokens), tokens, job.cut)
+        reward, parts = rewards.of(problem, response, runner)
+        return Answer(job.number, reward, parts=parts)
     except Exception as error:  # whatever the user's function raises must not end the worker
-        return Answer(job.number, why=_line(error), away=isinstance(error, ServiceAwayError | ConnectionError))
+        away = isinstance(error, ServiceAwayError | ConnectionError)
+        if not away:
+            _log(error, problem, response)
+        return Answer(job.number, why=_line(error), away=away)
+
+
+def _prompt(prompt: str | list[Any]) -> Any:
+    """As it was before it was sent: token ids are a tuple."""
+    return tuple(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else prompt
+
+
+def _log(error: Exception, problem: Problem, response: Response) -> None:
+    """To the log of the workers, and never more than some: a reward that is wrong is wrong thousands of times."""
+    global _logged
+    _logged += 1
+    if _logged > MOST_LOGGED:
+        return
+    print(f"the reward failed, for the prompt\n{_excerpt(problem.prompt)}\nand the response", file=sys.stderr)
+    print(_excerpt(response.text), file=sys.stderr)
+    print(f"with the facts\n{_excerpt(problem.facts)}", file=sys.stderr)
+    if isinstance(error, StaleFlowError):
+        print(error, file=sys.stderr)
+    else:
+        traceback.print_exception(error, file=sys.stderr)
+    if _logged == MOST_LOGGED:
+        print(f"this worker logs no more than {MOST_LOGGED} failures", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _excerpt(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return textwrap.indent(text if len(text) <= EXCERPT else f"{text[:EXCERPT]}... ({len(text):,} characters)", "    ")
 
 
 def _read(stream: int, jobs: "SimpleQueue[Job]") -> None:
@@ -87,8 +135,13 @@ def _read(stream: int, jobs: "SimpleQueue[Job]") -> None:
 
 
 def _line(error: BaseException) -> str:
+    """In one line, with the place where it was raised if that is not ours."""
     text = " ".join(str(error).split())[:500]
-    return text if isinstance(error, StaleFlowError) else f"{type(error).__name__}: {text}".rstrip(": ")
+    if isinstance(error, StaleFlowError):
+        return text
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    place = f" ({Path(last[0].filename).name}, line {last[0].lineno})" if last else ""
+    return f"{type(error).__name__}: {text}".rstrip(": ") + place
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ class TorchEngine:
                 self._failed.append(Failed(request.name, request.epoch, problem))
                 continue
             sequence = self._requests[request.name] = Sequence(request)
-            self.scheduler.add(sequence)
+            self.scheduler.waiting.append(sequence)
 
     def interrupt(self, names: Many[str]) -> None:
         for sequence in self._take_out(names):

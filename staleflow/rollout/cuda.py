@@ -166,7 +166,7 @@ class DecodeGraphs:
         uniforms: Floats,
         temperatures: npt.NDArray[np.float32],
     ) -> Flight:
-        """Start a step. ``tokens=None``: go on with what the last step drew, in the same order of rows."""
+        """Start a step. ``tokens=None``: continue with what the last step drew, in the same order of rows."""
         count = len(positions)
         rows, width = rows_for(count), width_for(tables.shape[1])
         staging = self._staged[self._turn]
@@ -278,7 +278,7 @@ class _Staging:
 
 
 def rows_for(count: int) -> int:
-    """Rows of the graph that serves so many: powers of two, and from 32 on four sizes between two of them."""
+    """Rows of the graph that serves ``count``: powers of two, and from 32 on four sizes between two of them."""
     if count <= 32:
         return 1 << max(0, count - 1).bit_length()
     step = 1 << (count - 1).bit_length() - 3
@@ -286,7 +286,7 @@ def rows_for(count: int) -> int:
 
 
 def width_for(pages: int) -> int:
-    """Width of the page tables of the graph that serves so many pages for each sequence."""
+    """Width of the page tables of the graph that serves this many pages for each sequence."""
     width = 16
     while width < pages:
         width *= 2

@@ -17,8 +17,8 @@ BLOCK, WARPS, STAGES = 64, 4, 3
 """Tokens of context that a program looks at together, its warps, and the loads it has under way."""
 VOCABULARY_BLOCK = 2048
 PROGRAMS, LONGEST = 512, 4096
-"""So many programs keep a large GPU busy with attention, and one should not have more tokens than this: where sequences
-are few, or may be long, the context of each is split among several."""
+"""Programs that keep a large GPU busy with attention, and the most tokens that one should have: where sequences are
+few, or may be long, the context of each is split among several."""
 
 
 @triton.jit
@@ -216,7 +216,7 @@ def _pick(
 
 
 def splits_for(sequences: int, kv_heads: int, tokens: int) -> int:
-    """Into how many parts to cut each context, of at most so many tokens."""
+    """Into how many parts to cut each context of at most ``tokens`` tokens."""
     splits = 1
     while splits < 32 and (sequences * kv_heads * splits < PROGRAMS or tokens > splits * LONGEST):
         splits *= 2

@@ -182,7 +182,7 @@ class Model:
 
 
 def elements(config: ModelConfig) -> int:
-    """Of all tensors together, in one buffer."""
+    """Elements of all tensors together, in one buffer."""
     layers, heads, kv_heads, head_dim = config.geometry
     hidden, wide = config.hidden, config.intermediate
     rows = (heads + 2 * kv_heads) * head_dim
@@ -194,7 +194,7 @@ def elements(config: ModelConfig) -> int:
 
 
 def aligned(count: int) -> int:
-    """Room for so many elements such that the next tensor begins where wide loads like it."""
+    """Elements to take for ``count``, so that the next tensor is aligned for wide loads."""
     return -(-count // 32) * 32
 
 

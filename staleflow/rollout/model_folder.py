@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from staleflow.errors import line_of
-from staleflow.model_json import read_json, unsupported
+from staleflow.model_json import read_json, unsupported, windowed
 from staleflow.rollout.attention import Geometry
 from staleflow.rollout.engine import EngineError
 
@@ -65,8 +65,7 @@ def _checked(path: Path, family: str, source: Any) -> ModelConfig:
     rope = (source.rope_parameters or {}).get("rope_type", "default")
     if rope not in ROPES:
         raise EngineError(f"{path}: rope_type {rope!r} is not supported: use one of {', '.join(ROPES)}")
-    windowed = "sliding_attention" in (getattr(source, "layer_types", None) or ())
-    if windowed or (family == "mistral" and source.sliding_window is not None):
+    if windowed(source):
         raise EngineError(f"{path}: sliding-window attention is not supported: set sliding_window to null")
     bias = bool(getattr(source, "attention_bias", False))
     return ModelConfig(

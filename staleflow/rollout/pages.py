@@ -53,7 +53,7 @@ class PagePool:
         self.page_size = page_size
         self.total = tokens // page_size
         self.references: list[int] = []
-        """Of each page: how many sequences hold it."""
+        """How many sequences hold each page."""
         self._every = list(range(self.total))
         self._free: list[int] = []
         """A heap: the lowest goes first, so that pages in use lie close together and can be read in place."""

@@ -5,7 +5,7 @@ ones never wait for admission. When a decoding sequence needs a page and none is
 sequence gives way: it returns to the head of the queue and is prefilled again later, from the cache where possible.
 While a group's prompt is being prefilled, its other members wait for it and then share its pages. ::
 
-    scheduler.add(sequence)
+    scheduler.waiting.append(sequence)
     plan = scheduler.plan()
     ...                          # run it
     scheduler.computed(plan)
@@ -71,9 +71,6 @@ class Scheduler:
         self._prefilling: list[Sequence] = []
         self._order: Ints = np.zeros(0, np.int64)
         self._changed = False
-
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
 
     def plan(self) -> StepPlan:
         self._sort()

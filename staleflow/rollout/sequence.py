@@ -48,7 +48,10 @@ class Sequence:
         """Generated tokens that are in ``spans`` already."""
         self.limit = self.prompt + sampling.max_tokens
         self.stops = frozenset(sampling.stop_tokens)
-        self.seed = seed_of(request)
+        seed = sampling.seed
+        if seed is None:
+            seed = int.from_bytes(blake2b(request.name.encode(), digest_size=8).digest(), "little")
+        self.seed = seed & (2**64 - 1)
         self.row = NO_ROW
         self.computed = 0
         self.pages: list[int] = []
@@ -98,9 +101,3 @@ class Sequence:
         age = self.kv_version if self.pages else version
         request = self.request
         return Result(request.name, request.epoch, reason, self.tokens[self.prompt :], self.logprobs, spans, age)
-
-
-def seed_of(request: Request) -> int:
-    if request.sampling.seed is not None:
-        return request.sampling.seed & (2**64 - 1)
-    return int.from_bytes(blake2b(request.name.encode(), digest_size=8).digest(), "little")

@@ -8,10 +8,12 @@
         events.db       the journal of the present life of the run
         metrics.jsonl   one line per step
         decisions.jsonl what the coordinator decided and on what; the latest of it, and decisions.1.jsonl before that
+        samples.jsonl   some prompts and responses of every step, with their rewards
         summary.json    the result
         profile.json    what engine steps took
         logs/           one file per process
         checkpoints/    step-000060/, ... in Hugging Face format
+        requests/       what ``staleflow scale`` asks of the run, while it waits for the answer
         lock            held by the process that runs it
 
 It belongs to its user alone (mode 0700): prompts, responses and what processes print are in it. ``chmod`` opens it.
@@ -46,7 +48,9 @@ class RunDirectory:
         self.profile = path / "profile.json"
         self.metrics = path / "metrics.jsonl"
         self.decisions = path / "decisions.jsonl"
+        self.samples = path / "samples.jsonl"
         self.config_file = path / "config.yaml"
+        self.requests = path / "requests"
 
     @classmethod
     def create(cls, config: Config, name: str) -> RunDirectory:
@@ -67,7 +71,9 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, path: Path) -> tuple[RunDirectory, Config]:
-        """That of a run that is to go on."""
+        """That of a run that is to go on: a folder, or the name of one among ``runs``."""
+        if not path.exists() and len(path.parts) == 1:
+            path = Path(Config().runs) / path
         run = cls(path.resolve())
         if not run.config_file.is_file():
             raise ConfigError(f"{path} is no run: give a folder that has a config.yaml, such as runs/latest")
@@ -100,6 +106,21 @@ class RunDirectory:
 
     def checkpoint(self, version: int) -> Path:
         return self.checkpoints / f"step-{version:06d}"
+
+    @property
+    def running(self) -> bool:
+        """Whether a process runs it now."""
+        try:
+            handle = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(handle)
+        return False
 
     @contextmanager
     def owned(self) -> Iterator[RunDirectory]:

@@ -41,11 +41,17 @@ class Record:
     """(version, seconds when it was made, held-out accuracy)"""
     made_at: dict[int, float] = field(default_factory=lambda: {0: 0.0})
     """By version: seconds."""
+    figures: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
+    """By version: all that its evaluation found, by name."""
+    binary: bool = True
+    """Whether every held-out reward so far was 0 or 1, so that their mean is the accuracy."""
     rewards: list[float] = field(default_factory=list[float])
     """Mean reward of each step."""
     lives: int = 1
     restarts: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     """By role and reason: processes that died or stood still and were replaced."""
+    scaled: list[dict[str, int | float]] = field(default_factory=list[dict[str, int | float]])
+    """``step``, ``seconds``, ``from``, ``to``: when the number of instances was changed."""
     failures: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     """By what failed and why, in a few words: rewards, evaluations, checkpoints, writes."""
 
@@ -70,11 +76,27 @@ class Record:
         self.trainer_busy_s += busy_s
         self.trainer_idle_s += idle_s
 
-    def evaluated(self, version: int, accuracy: float) -> None:
+    def evaluated(
+        self, version: int, accuracy: float, figures: dict[str, float] | None = None, binary: bool = True
+    ) -> None:
+        self.figures[version] = figures or {"reward": accuracy}
+        self.binary &= binary
         self.accuracy = sorted({*self.accuracy, (version, self.made_at.get(version, self.seconds), accuracy)})
+
+    def best(self, figure: str) -> tuple[int, float] | None:
+        """The first version with the best value of this figure, and that value."""
+        values = [(version, found[figure]) for version, found in sorted(self.figures.items()) if figure in found]
+        return max(values, key=lambda each: each[1]) if values else None
+
+    def without_better(self, figure: str) -> int:
+        """Evaluations since the best one."""
+        best = self.best(figure)
+        return 0 if best is None else sum(version > best[0] for version in self.figures)
 
     @property
     def seconds_to_goal(self) -> float | None:
+        if not self.binary:
+            return None
         return next((seconds for _, seconds, accuracy in self.accuracy if accuracy >= GOAL), None)
 
     def summary(self, counts: LedgerCounts) -> dict[str, Any]:
@@ -110,13 +132,15 @@ class Record:
             "trainer_busy_s": self.trainer_busy_s,
             "instance_busy_s": self.instance_busy_s,
             "accuracy": [
-                {"step": version, "seconds": seconds, "accuracy": accuracy}
+                {"step": version, "seconds": seconds, "accuracy": accuracy, **_more(self.figures.get(version, {}))}
                 for version, seconds, accuracy in self.accuracy
             ],
             "rewards": self.rewards,
             "lives": self.lives,
             "restarts": self.restarts,
             "failures": self.failures,
+            "binary": self.binary,
+            "scaled": self.scaled,
         }
 
     def to_bytes(self) -> bytes:
@@ -125,3 +149,8 @@ class Record:
     @classmethod
     def from_bytes(cls, body: bytes) -> Record:
         return msgspec.json.decode(body, type=cls)
+
+
+def _more(figures: dict[str, float]) -> dict[str, float]:
+    """Those beside the mean reward."""
+    return {name: value for name, value in figures.items() if name != "reward"}

@@ -8,6 +8,7 @@ log.trouble                                             # why something cannot b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ class StepLog:
         self._rows: list[dict[str, Any]] = []
         """Lines that could not be written yet."""
 
-    def add(self, report: Trained, groups: list[Group], seconds: float, busy_s: float) -> None:
-        """What the trainer reported of a step, and the groups it was made of."""
+    def add(
+        self, report: Trained, groups: list[Group], seconds: float, busy_s: float, more: Mapping[str, Any] | None = None
+    ) -> None:
+        """What the trainer reported of a step, the groups it was made of, and ``more`` about their responses."""
         members = [member for group in groups for member in group.members if member.state == "consumed"]
         self._rows.append(
             {
@@ -42,6 +45,7 @@ class StepLog:
                 "prompts": [group.prompt for group in groups],
                 "signal": [differ(group) for group in groups],
                 "lengths": [member.generated for member in members],
+                **(more or {}),
             }
         )
         self.busy_s = busy_s

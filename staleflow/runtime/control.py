@@ -5,6 +5,7 @@ else comes through the ports. So the simulator runs it unchanged::
 
     control = ControlPlane(settings, server, trainer, rewards, prompts)
     control.join(instance)              # any time; it gets work once it holds a version
+    control.drain("i0")                 # any time; ``on_drained`` is called once all it had is back
     await control.run(steps=100)
 
 At the commit of the last version the run is over: from then on nothing that anybody says changes its state.
@@ -17,7 +18,7 @@ is not news.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from staleflow.coordinator.cost import CostModel
@@ -32,7 +33,7 @@ from staleflow.runtime.reports import Reports
 from staleflow.runtime.scoring import Scoring
 from staleflow.runtime.situate import MOST_QUEUED, Watch
 from staleflow.servers.lifecycle import Group, Trajectory
-from staleflow.servers.trajectories import Prompts, TrajectoryServer
+from staleflow.servers.trajectories import ON_AN_INSTANCE, Prompts, TrajectoryServer
 from staleflow.types import Report
 
 LOOK_S = 5.0
@@ -80,6 +81,8 @@ class ControlPlane:
         self.members: dict[str, Member] = {}
         self.watch = Watch(server, self.members, settings.strategies, settings.cost, settings.pull_s)
         self.on_decision: Callable[[float, Decision], None] = lambda _time, _decision: None
+        self.on_drained: Callable[[str], None] = lambda _: None
+        """An instance that was to leave holds nothing any more, and is no longer a member."""
         self.filter: Callable[[Group], str | None] = lambda _: None
         """Why a complete group is not worth training on, if it is not (no learning signal, say)."""
         self._prompts = prompts
@@ -141,7 +144,9 @@ class ControlPlane:
             if known.incarnation == heard.incarnation:
                 return
             self._lose(known)
-        self.members[port.name] = Member.of(port, self.term, heard, self.ledger.version)
+        member = self.members[port.name] = Member.of(port, self.term, heard, self.ledger.version)
+        if held := port.held():
+            self._adopt(member, held)
         self.watch.forget_table()
         self._changed()
 
@@ -151,35 +156,61 @@ class ControlPlane:
             self._lose(member)
             self._changed()
 
-    def recover(self, reports: Iterable[Report] = ()) -> None:
-        """The server has been replayed from the journal: find out what happened while nobody was listening.
+    def drain(self, name: str) -> None:
+        """An instance is to leave. What it has comes back with all its tokens and continues elsewhere."""
+        if (member := self.members.get(name)) is None or member.leaving or self.over:
+            return
+        member.leaving = member.touched = True
+        residents = list(member.residents.values())  # also those on their way back: the command may have been lost
+        commands: list[Command] = [Interrupt(each.name, name, "leaving") for each in residents]
+        self.on_decision(self._now(), Decision(commands, {"drain": name, "context": member.context}))
+        for each in residents:
+            self.server.interrupt(each.name)
+        if residents:
+            member.interrupt(residents)
+        self._changed()
 
-        ``reports``: what instances have said since then, or said before and may not have been heard."""
-        self._feed.holds = True  # until everything is known
-        if self._feed.recover():
+    def _let_go(self) -> None:
+        """Those that were to leave and hold nothing any more, because it came back, ended, was dropped or is lost."""
+        for name in [member.name for member in self.members.values() if member.leaving and not member.residents]:
+            del self.members[name]
+            self.watch.forget_table()
+            self.on_drained(name)
+
+    def recover(self, reports: Iterable[Report] = (), trainer_there: bool = True) -> None:
+        """The server has been replayed from the journal, and the instances that are there have joined: find out what
+        happened while nobody was listening. One that joins later has lost what it holds to others.
+
+        ``reports``: what instances have said since then, or said before and may not have been heard. ``trainer_there``:
+        it is known which version the trainer holds, and that it does nothing. One that may still finish what it was
+        told before is fed from ``on_trainer_back`` on: a reset would come too late for it."""
+        self._feed.away = True  # until everything is known
+        if trainer_there and self._feed.settle():
             self._committed()
         for report in reports:
             self.on_report(report)
-        held = {(member.name, name): epoch for member in self.members.values() for name, epoch in member.port.held()}
+        here = {name for member in self.members.values() for name in member.residents}
         for each in list(self.server):
-            member = self.members.get(each.instance or "")
-            if each.state in ("running", "interrupted"):
-                if member is not None and held.get((member.name, each.name)) == each.epoch:
-                    member.residents[each.name] = each
-                else:
-                    self.server.give_back(each.name, each.epoch, each.spans)
+            if each.state in ON_AN_INSTANCE and each.name not in here:
+                self.server.give_back(each.name, each.epoch, each.spans)
             elif each.state == "generated":
                 self.scoring.ask(each)
-        for (instance, name), epoch in held.items():
-            if name not in self.members[instance].residents:
-                self.members[instance].forget([(name, epoch)])
         for group in list(self.server.groups.values()):
             _, surplus = self.server.occupy(group) or (group, [])  # its last score may be all that was written
             if group.complete:
                 self._completed(group, surplus)
-        self._feed.holds = False
-        self._feed.push_on()
+        if trainer_there:
+            self.on_trainer_back()
         self._changed()
+
+    def _adopt(self, member: Member, held: Sequence[tuple[str, int]]) -> None:
+        """An instance outlived a control plane: what it holds continues there, unless it is not its any more."""
+        for name, epoch in held:
+            each = self.server.trajectories.get(name)
+            if each and each.state in ON_AN_INSTANCE and (each.instance, each.epoch) == (member.name, epoch):
+                member.residents[name] = each
+        if strangers := [(name, epoch) for name, epoch in held if name not in member.residents]:
+            member.forget(strangers)
 
     def _lose(self, member: Member) -> None:
         """The instance is dead: what ran there continues elsewhere, from the last token that was streamed."""
@@ -260,6 +291,7 @@ class ControlPlane:
         if self.over:
             return
         now = self._now()
+        self._let_go()
         self._admit()
         in_training = self.ledger.frontier > self.ledger.version
         self.watch.blocking.update([] if in_training else self.ledger.blocking(), now)
@@ -277,7 +309,7 @@ class ControlPlane:
         if (
             (self.server.waiting and any(member.has_place for member in self.members.values()))
             or (acts_on_tail and 0 < len(self.watch.blocking.groups) <= strategies.tail_groups)
-            or any(member.alive and member.holds < self.ledger.version for member in self.members.values())
+            or any(member.open and member.holds < self.ledger.version for member in self.members.values())
             or now >= self._look_at
         ):
             self._look_at = now + LOOK_S

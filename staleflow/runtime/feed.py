@@ -25,29 +25,31 @@ class TrainerFeed:
         self._trainer = trainer
         self._consume = consume
         self._drop = drop
-        self.holds = False
-        """Whether nothing is handed over for now."""
-        self._down = False
         self._over = False
+        self.away = False
+        """Whether nobody is there to be fed."""
 
     def end(self) -> None:
         """The run has made its last version: nothing is handed over any more, however much is complete."""
         self._over = True
 
     def push_on(self) -> None:
-        """Hand over whatever can go now."""
+        """Hand over whatever can go now. What is said may be answered at once, by a call of this method: the ledger is
+        done with before."""
         ledger = self._server.ledger
-        if self.holds or self._down or self._over or ledger.frontier > ledger.version:
+        if self.away or self._over or ledger.frontier > ledger.version:
             return
-        step = ledger.frontier
-        if self._consume == "stream" and (groups := self._server.take()):
-            self._trainer.feed(step, groups)
+        step, running = ledger.frontier, list[Trajectory]()
+        groups = self._server.take() if self._consume == "stream" else []
         if ledger.frontier == step and ledger.ready():
-            groups, running = self._server.consume()
+            rest, running = self._server.consume()
+            groups += rest
+        full = ledger.frontier > step
+        if groups:
             self._trainer.feed(step, groups)
-            self._drop(running)
-        if ledger.frontier > step:
+        if full:
             self._trainer.finish(step)
+        self._drop(running)
 
     def pushed(self, version: int) -> bool:
         """``version`` is durable. Whether that was news."""
@@ -59,24 +61,19 @@ class TrainerFeed:
         return True
 
     def lost(self) -> bool:
-        """The trainer died. Whether a version had become durable that nobody had told us of."""
-        self._down = True
-        return self._settle()
+        """The trainer died. Whether a version had become durable that was not announced."""
+        self.away = True
+        return self.settle()
 
     def back(self) -> bool:
         """A trainer is there again, at the newest durable version, with nothing fed. Answers as ``lost`` does."""
-        self._down = False
-        news = self._settle()
+        self.away = False
+        news = self.settle()
         self._trainer.reset()  # what it was fed before, if anything, is fed again
         return news
 
-    def recover(self) -> bool:
-        """After a restart of the control plane: the trainer may have finished a step, or hold half of one."""
-        news = self._settle()
-        self._trainer.reset()
-        return news
-
-    def _settle(self) -> bool:
+    def settle(self) -> bool:
+        """Commit the open step if its version is durable, and otherwise roll it back. Whether it was committed."""
         ledger = self._server.ledger
         if self.pushed(self._trainer.durable()):
             return True

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from staleflow.coordinator.cost import CostModel
-from staleflow.coordinator.situation import Fleet, InstanceView
+from staleflow.coordinator.situation import Fleet
 from staleflow.runtime.ports import Heard, InstancePort
 from staleflow.servers.lifecycle import Trajectory
 from staleflow.types import Drop, Fence, PullWeights, Return, Submit, Work
@@ -39,6 +39,8 @@ class Member:
     """Of the control plane."""
     incarnation: int = 0
     alive: bool = True
+    leaving: bool = False
+    """It gets no more work; what it has comes back."""
     number: int = 0
     """Commands given in this term."""
     pulling: int | None = None
@@ -99,9 +101,19 @@ class Member:
         self.alive, self.touched, self.lost = True, True, []
 
     @property
+    def open(self) -> bool:
+        """Whether it takes work."""
+        return self.alive and not self.leaving
+
+    @property
     def has_place(self) -> bool:
         """Whether it could run one more."""
-        return self.alive and len(self.residents) < self.max_running
+        return self.open and len(self.residents) < self.max_running
+
+    @property
+    def context(self) -> int:
+        """Tokens that would be prefilled again elsewhere if it left now, as far as they are known."""
+        return sum(each.context for each in self.residents.values())
 
     @property
     def holds(self) -> int:
@@ -127,7 +139,7 @@ class Member:
         table.context[row] = max(0, context)
         table.kv_free[row] = free
         table.max_running[row] = self.max_running = state.max_running
-        table.alive[row] = self.alive
+        table.alive[row] = self.open
         table.pulling[row] = self.pulling is not None
         if state.step is not None and state.step[2] > 0:
             sequences, tokens, seconds = state.step
@@ -146,7 +158,7 @@ class FleetTable:
     def __init__(self, members: Sequence[Member], cost: CostModel, headroom: int) -> None:
         self.members = list(members)
         self.rows = {member.name: row for row, member in enumerate(self.members)}
-        self.fleet = Fleet.of([InstanceView(member.name, version=-1) for member in self.members])
+        self.fleet = Fleet.of([member.name for member in self.members])
         self._cost = cost
         self._headroom = headroom
         self._all_at = 0.0

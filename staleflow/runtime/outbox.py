@@ -97,18 +97,25 @@ class HeldTrainer:
         self._port = port
         self._outbox = outbox
         self._on_wait = on_wait
+        self._resets = 0
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:
-        self._outbox.pass_on(self._port.feed, step, groups)
+        self._outbox.pass_on(self._unless_reset, self._resets, self._port.feed, step, groups)
 
     def finish(self, step: int) -> None:
         if self._on_wait is not None:
             began = get_running_loop().time()
             self._outbox.send(lambda told: told(get_running_loop().time() - began), self._on_wait)
-        self._outbox.send(self._port.finish, step)
+        self._outbox.send(self._unless_reset, self._resets, self._port.finish, step)
 
     def reset(self) -> None:
+        self._resets += 1
         self._outbox.send(self._port.reset)
+
+    def _unless_reset(self, resets: int, deliver: Callable[..., None], *message: Any) -> None:
+        """What a reset would undo is not sent: the one that it was meant for may have died while it waited."""
+        if resets == self._resets:
+            deliver(*message)
 
     def durable(self) -> int:
         return self._port.durable()

@@ -14,7 +14,7 @@ from staleflow.types import Chunk
 
 Event = tuple[Any, ...]
 
-NOTES = frozenset(("decision", "fault", "pull", "push", "restored"))
+NOTES = frozenset(("decision", "fault", "pull", "push", "restored", "scale"))
 """Kinds of events that do not change the trajectory server."""
 
 

@@ -238,15 +238,13 @@ def _join(held: _Arrays) -> tuple[bytes, bytes]:
 class Packed(NamedTuple):
     """Trajectories one behind the other, without padding: row ``i`` is ``[starts[i], starts[i + 1])`` of each array.
 
-    A row is a prompt and the tokens generated for it. In the prompt, log-probabilities are 0 and versions -1.
+    A row is a prompt and the tokens generated for it. In the prompt, log-probabilities are 0.
     """
 
-    names: tuple[str, ...]
     starts: npt.NDArray[np.int64]
     prompt_lengths: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
-    versions: npt.NDArray[np.int32]
     rewards: npt.NDArray[np.float64]
 
 
@@ -257,15 +255,12 @@ def pack(rows: Sequence[Row]) -> Packed:
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     zeros = np.zeros(int(prompts.max(initial=0)), LOGPROB)
     parts: list[Any] = [part for row in rows for part in (row.prompt, row.tokens)]
-    sized = list(zip(rows, prompts.tolist(), strict=True))
+    sized = zip(rows, prompts.tolist(), strict=True)
     logprobs: list[Any] = [part for row, size in sized for part in (zeros[:size], row.logprobs)]
-    spans = [span for row, size in sized for span in ((-1, size), *row.spans)]
     return Packed(
-        tuple(row.name for row in rows),
         starts,
         prompts,
         np.concatenate(parts) if parts else np.zeros(0, TOKEN),
         np.concatenate(logprobs) if logprobs else np.zeros(0, LOGPROB),
-        np.repeat(np.array([each for each, _ in spans], np.int32), [count for _, count in spans]),
         np.array([row.reward for row in rows], np.float64),
     )

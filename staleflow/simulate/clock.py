@@ -53,6 +53,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._count += 1
         heappush(self._timers, (when, self._count, callback, args, None))
 
+    def jump(self, seconds: float) -> None:
+        """The process stood still, or its machine slept: timers that were due meanwhile are late."""
+        self.now += seconds
+
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:

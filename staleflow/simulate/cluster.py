@@ -35,7 +35,7 @@ from staleflow.simulate.recorder import Recorder
 from staleflow.simulate.rewards import SimRewards
 from staleflow.simulate.rollout import SimRollout
 from staleflow.simulate.setting import BLOCK, Setting
-from staleflow.simulate.trainer import SimTrainer
+from staleflow.simulate.trainer import SimTrainer, TrainerLink
 from staleflow.simulate.weights import SimWeights
 from staleflow.types import TOKEN, Report, TrajectoryNews
 
@@ -56,10 +56,13 @@ class Cluster:
         keep_journal: bool = False,
         shuffle: bool = False,
         policy: Policy = STALEFLOW,
+        instance_timeout_s: float = 60.0,
     ) -> None:
+        """``instance_timeout_s``: no less than ``HEARTBEAT_S``, or instances that are well are taken for dead."""
         setting.check()
         self.setting = setting
         self.policy = policy
+        self._instance_timeout_s = instance_timeout_s
         self.keyed = Keyed(seed)
         self.workload = setting.workload.with_seed(seed)
         self.loop = VirtualLoop(shuffle=seed if shuffle else None)
@@ -74,17 +77,25 @@ class Cluster:
             setting.reward_s,
             setting.reward_success if setting.filter != "none" else None,
             self.scored,
+            self.score_failed,
         )
         self.control = self.new_control(term=1)
+        self._trainer_link.incarnation = self.trainer.incarnation
         self.rollouts = [self.new_rollout(f"i{index}") for index in range(setting.instances)]
         self.on_start: list[Callable[[], None]] = []
         """Called when the run starts, with the loop running: faults arm themselves here."""
         self.on_end: list[Callable[[], None]] = []
         """Called when the last step is committed, with the loop still running."""
+        self.leaving: set[str] = set()
+        """Instances that were told to leave."""
         self.down = False
         """Whether the control plane is dead."""
+        self.standstill_s = STALL_S + self._longest_step_s()
+        """The longest that a version may take."""
         self._killed = asyncio.Event()
         self._down_s = 0.0
+        self._lossy = False
+        """Whether what was on its way when the control plane died is lost."""
         self._undelivered: list[Report] = []
         self.lies: dict[str, int] = {}
         """How many of the next reports of an instance are made impossible."""
@@ -129,13 +140,20 @@ class Cluster:
         while self.journal.durable < self.journal.position:
             await asyncio.sleep(self.journal.sync_s)
 
-    def kill_control(self, down_s: float) -> None:
-        """The control plane dies and loses what it did not write to the journal; it is back after ``down_s``."""
-        if not self.down:
-            self.down, self._down_s = True, down_s
-            self.outbox.close()
-            self.journal.crash()
-            self._killed.set()
+    def kill_control(self, down_s: float, survives: float = 0.0, messages_survive: bool = True) -> None:
+        """The control plane dies and is back after ``down_s``. Of what it had not synced, a share ``survives``. What
+        was said to others and is on its way may arrive, and what they say meanwhile may wait for the next one."""
+        if self.down:
+            return
+        self.down, self._down_s, self._lossy = True, down_s, not messages_survive
+        self.outbox.close()
+        self.journal.crash(survives)
+        for channel in self.network.channels("from trainer", "to rewards", "from rewards"):
+            channel.cut()
+        if self._lossy:
+            for channel in self.network.channels():
+                channel.cut()
+        self._killed.set()
 
     def kill_trainer(self, down_s: float, after_push: bool) -> None:
         """The trainer dies: now, or right after its next version is durable and before it is announced."""
@@ -143,26 +161,68 @@ class Cluster:
             self.trainer.die(after_push, lambda: self._trainer_died(down_s))
 
     def _trainer_died(self, down_s: float) -> None:
-        if not self.down:
-            self.control.on_trainer_lost()
+        self.network.channel("to trainer").cut()
+        self.network.channel("from trainer").send(self._hear_of_death, self.trainer.incarnation)
         self.loop.call_later(down_s, self._trainer_back)
+
+    def _hear_of_death(self, incarnation: int) -> None:
+        if not self.down and self._trainer_link.incarnation == incarnation:
+            self.control.on_trainer_lost()
 
     def _trainer_back(self) -> None:
         self.trainer.start_again()
-        if not self.down:
+        self._trainer_connected()
+
+    def _trainer_connected(self) -> None:
+        """A trainer and a control plane have found each other."""
+        link, incarnation = self._trainer_link, self.trainer.incarnation
+        up = self.network.channel("from trainer")
+        self.trainer.connected(lambda _: up.send(self._hear_trainer, link, incarnation))
+
+    def _hear_trainer(self, link: TrainerLink, incarnation: int) -> None:
+        if not self.down and link is self._trainer_link and link.incarnation != incarnation:
+            link.incarnation = incarnation
+            self.control.on_trainer_lost()
             self.control.on_trainer_back()
+
+    def hang(self, rollout: SimRollout, seconds: float) -> None:
+        rollout.hang(seconds)
+        self.loop.call_later(seconds, self.reconnect, rollout)
+
+    def crash(self, rollout: SimRollout, down_s: float, noticed: bool) -> None:
+        """An instance dies and starts again. ``noticed``: at once, as by the end of its connection."""
+        if rollout.up:
+            rollout.crash()
+            if noticed and not self.down:
+                self.control.left(rollout.name)
+            self.loop.call_later(down_s, self._restart, rollout, noticed)
+
+    def _restart(self, rollout: SimRollout, noticed: bool) -> None:
+        rollout.restart()
+        self.reconnect(rollout, noticed)
+
+    def reconnect(self, rollout: SimRollout, again: bool = False) -> None:
+        """An instance that the control plane does not know joins; ``again``: one that it knows as well."""
+        if not self.down and rollout.up and not rollout.hung and (again or rollout.name not in self.control.members):
+            self.join(rollout)
 
     def _recover(self) -> None:
         self._killed.clear()
         self.journal.reopen()
         self.control = self.new_control(self.control.term + 1)
-        for rollout in self.rollouts:
-            self.join(rollout)
         self.down = False
-        if not self.trainer.alive:
-            self.control.on_trainer_lost()
+        for rollout in self.rollouts:
+            self.reconnect(rollout)
         reports, self._undelivered = self._undelivered, []
-        self.control.recover(reports)
+        to_trainer = self.network.channel("to trainer")
+        if self.trainer.at_rest and to_trainer.clear and self.control.term % 2 == 0:  # it has been asked already
+            self._trainer_link.incarnation = self.trainer.incarnation
+            self.control.recover(reports)
+        else:
+            self.control.recover(reports, trainer_there=False)
+            to_trainer.send(self._trainer_connected)
+        for name in sorted(self.leaving):
+            self.control.drain(name)
 
     # Parts
 
@@ -174,28 +234,58 @@ class Cluster:
     def join(self, rollout: SimRollout) -> None:
         self.control.join(HeldInstance(Remote(rollout, self.network), self.outbox))
 
+    @property
+    def staying(self) -> list[SimRollout]:
+        return [each for each in self.rollouts if each.name not in self.leaving]
+
+    def add(self, speed: float = 1.0) -> None:
+        """One more instance, as by ``staleflow scale``."""
+        rollout = self.new_rollout(f"i{len(self.rollouts)}", speed)
+        self.rollouts.append(rollout)
+        if not self.down:
+            self.join(rollout)
+
+    def leave(self, rollout: SimRollout) -> None:
+        """Let an instance go, as by ``staleflow scale``: for good, once the control plane has drained it."""
+        self.leaving.add(rollout.name)
+        if not self.down:
+            self.control.drain(rollout.name)
+
+    def _drained(self, name: str) -> None:
+        next(each for each in self.rollouts if each.name == name).leave()
+
     def new_control(self, term: int) -> ControlPlane:
         setting = self.setting
         ledger = self.policy.ledger(setting.groups, setting.staleness, setting.redundancy)
         server = TrajectoryServer(ledger, setting.group_size, setting.extra_members, self.journal)
-        server.replay(self.journal.events)
+        self._replay(server)
         settings = Settings(
             setting.strategies,
             setting.rollout,
             cycle_s=setting.cycle_s,
+            instance_timeout_s=self._instance_timeout_s,
             pull_s=setting.weight_bytes / setting.link_bandwidth,
             stall_s=STALL_S + self._longest_step_s(),
         )
         self.outbox = outbox = Outbox(self.journal)
         self.journal.on_durable = outbox.release
-        server.on_aborted = lambda trajectory, reason: outbox.send(self._aborted, trajectory, reason)
+        server.on_aborted = lambda trajectory, reason: outbox.send(self._aborted, server, trajectory, reason)
         server.on_committed = lambda step, groups: outbox.send(self._committed, step, groups)
-        control = self.policy.control(
-            settings, server, HeldTrainer(self.trainer, outbox), HeldRewards(self.rewards, outbox), self, term
-        )
+        self._trainer_link = TrainerLink(self.trainer, self.network.channel("to trainer"), None)
+        trainer, rewards = HeldTrainer(self._trainer_link, outbox), HeldRewards(RewardLink(self), outbox)
+        control = self.policy.control(settings, server, trainer, rewards, self, term)
         control.on_decision = self._decided
+        control.on_drained = lambda name: outbox.send(self._drained, name)
         control.filter = no_signal if setting.filter != "none" else control.filter
         return control
+
+    def _replay(self, server: TrajectoryServer) -> None:
+        """What was written and not told to anybody is told now."""
+        events, released = self.journal.events, self.journal.released
+        server.replay(events[:released])
+        server.on_aborted = lambda trajectory, reason: self._aborted(server, trajectory, reason)
+        server.on_committed = self._committed
+        server.replay(events[released:])
 
     def _longest_step_s(self) -> float:
         """The most that training a step takes: with few GPUs, many hours in which nothing else happens."""
@@ -204,7 +294,9 @@ class Cluster:
         return trainer.train_s(tokens) + trainer.fixed_s + trainer.push_s
 
     def new_trainer(self) -> SimTrainer:
-        return SimTrainer(self.loop, self.setting.trainer, self.weights, self.pushed, self._trainer_waits_for)
+        setting = self.setting
+        parts = (self.loop, setting.trainer, setting.groups, self.weights, self.pushed, self._trainer_waits_for)
+        return SimTrainer(*parts)
 
     def new_rollout(self, name: str, speed: float = 1.0) -> SimRollout:
         setting = self.setting
@@ -225,19 +317,34 @@ class Cluster:
                 finished=[impossible(each) for each in report.finished],
                 progress=[impossible(each) for each in report.progress],
             )
-        self.network.send(self._hear, report)
+        self.network.channel("reports", report.instance).send(self._hear, report)
 
     def _hear(self, report: Report) -> None:
-        if self.down:
-            self._undelivered.append(report)
-        else:
+        if not self.down:
             self.control.on_report(report)
+        elif not self._lossy:
+            self._undelivered.append(report)
 
     def scored(self, name: str, reward: float) -> None:
         if not self.down:
+            self.network.channel("from rewards").send(self._hear_score, name, reward)
+
+    def _hear_score(self, name: str, reward: float) -> None:
+        if not self.down:
             self.control.on_scored(name, reward)
 
+    def score_failed(self, name: str, why: str) -> None:
+        if not self.down:
+            self.network.channel("from rewards").send(self._hear_failure, name, why)
+
+    def _hear_failure(self, name: str, why: str) -> None:
+        if not self.down:
+            self.control.on_score_failed(name, why)
+
     def pushed(self, version: int) -> None:
+        self.network.channel("from trainer").send(self._hear_push, version)
+
+    def _hear_push(self, version: int) -> None:
         if self.down:
             return
         if self.setting.strategies.migration == "gain":  # somebody will ask how large everything is
@@ -282,9 +389,9 @@ class Cluster:
                 self._targets.pop(member.name, None)
         let_go(groups)
 
-    def _aborted(self, trajectory: Trajectory, reason: str) -> None:
+    def _aborted(self, server: TrajectoryServer, trajectory: Trajectory, reason: str) -> None:
         self.recorder.aborted(trajectory, reason)
-        if trajectory.group.prompt not in self.control.server.attempts:
+        if trajectory.group.prompt not in server.attempts:
             self.recorder.given_up.add(trajectory.group.prompt)
         self._targets.pop(trajectory.name, None)
 
@@ -292,6 +399,17 @@ class Cluster:
         if decision.commands:
             commands = plain(each for each in decision.commands if not isinstance(each, Route))  # routes are events
             self.journal.append((DECISION, now, decision.inputs, commands))
+
+
+class RewardLink:
+    """``RewardPort`` of the reward workers at the other end of the network."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._rewards = cluster.rewards
+        self._channel = cluster.network.channel("to rewards")
+
+    def score(self, trajectory: Trajectory) -> None:
+        self._channel.send(self._rewards.score, trajectory.name)
 
 
 def impossible(news: TrajectoryNews) -> TrajectoryNews:

@@ -1,6 +1,9 @@
-"""The journal under simulation: a disk that lags a little, and loses in a crash what it has not synced."""
+"""The journal under simulation: a disk that lags a little and may be full for a while.
 
-from collections.abc import Sequence
+A crash loses what it has not synced, or only a part of that: what was written last may be there although nobody knew.
+"""
+
+from collections.abc import Callable, Sequence
 
 from staleflow.servers.journal import Event, MemoryJournal
 from staleflow.simulate.clock import VirtualLoop
@@ -16,6 +19,10 @@ class SimJournal(MemoryJournal):
         self.sync_s = 0.0
         """Seconds of a commit; events that come meanwhile share the next one. At 0 everything is durable at once."""
         self._durable = 0
+        self.released = 0
+        """Events that were known to be durable, so that what rests on them was sent."""
+        self._full_until = 0.0
+        self._at_event: tuple[int, Callable[[], None]] | None = None
         self._committing = False
         self._crashes = 0
         self._crashed = False
@@ -30,10 +37,25 @@ class SimJournal(MemoryJournal):
         super().append(event, kept, dropped)
         if self.sync_s and not self._committing:
             self._commit()
+        if self._at_event is not None and self.position >= self._at_event[0]:
+            self._loop.at(self._loop.now, self._at_event[1])
+            self._at_event = None
 
-    def crash(self) -> None:
-        """Lose what is not durable, and ignore what the dead control plane still appends, until ``reopen``."""
+    def at_event(self, count: int, happens: Callable[[], None]) -> None:
+        """Let something happen right after ``count`` more events."""
+        self._at_event = self.position + count, happens
+
+    def full(self, seconds: float) -> None:
+        """Nothing can be written for a while; what is appended waits."""
+        self._full_until = self._loop.now + seconds
+
+    def crash(self, survives: float = 0.0) -> None:
+        """Lose what is not durable, but for a share that ``survives``: up to any event. Ignore what the dead control
+        plane still appends, until ``reopen``."""
+        self.released = self.durable
         if self.sync_s:
+            if self._loop.now >= self._full_until:
+                self._durable += round(survives * (self.position - self._durable))
             lost, self.events = self.events[self._durable :], self.events[: self._durable]
             faults = [event for event in lost if event[0] == FAULT]  # those are not the control plane's to lose
             self.events += faults
@@ -50,6 +72,9 @@ class SimJournal(MemoryJournal):
 
     def _committed(self, crashes: int, position: int) -> None:
         if crashes != self._crashes:
+            return
+        if self._loop.now < self._full_until:
+            self._loop.at(self._full_until, self._committed, crashes, position)
             return
         self._durable, self._committing = position, False
         if self.position > position:

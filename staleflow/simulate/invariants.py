@@ -5,6 +5,7 @@
 Cheap checks run after every instant; those that look at every trajectory after every ``every``-th, and at the end.
 """
 
+from staleflow.protocol import StalenessLedger
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.disk import FAULT
 
@@ -16,15 +17,33 @@ class BrokenInvariantError(AssertionError):
 def watch(cluster: Cluster, every: int = 64) -> None:
     """Check the cluster after every instant of its run."""
     versions: dict[tuple[str, int], int] = {}
+    progress = Progress(cluster)
 
     def check() -> None:
         _check_training(cluster)
+        progress.check()
         if cluster.loop.instants % every == 0:
             check_all(cluster, versions)
 
     cluster.loop.on_instant = check
     cluster.on_end.append(lambda: check_all(cluster, versions))
     cluster.on_end.append(lambda: _check_end(cluster))
+
+
+class Progress:
+    """No version takes longer than the run may stand still, whatever else happens meanwhile."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._version, self._since = 0, 0.0
+
+    def check(self) -> None:
+        cluster, version, now = self._cluster, self._cluster.weights.version, self._cluster.loop.now
+        if version > self._version:
+            self._version, self._since = version, now
+        elif now - self._since > cluster.standstill_s:
+            waits = "the control plane is down" if cluster.down else cluster.control.watch.stalled()
+            raise _broken(cluster, f"no version was made for {now - self._since:.0f} s: {waits}")
 
 
 def check_all(cluster: Cluster, versions: dict[tuple[str, int], int] | None = None) -> None:
@@ -34,7 +53,11 @@ def check_all(cluster: Cluster, versions: dict[tuple[str, int], int] | None = No
 
 
 def _check_end(cluster: Cluster) -> None:
-    """Nothing is admitted, routed or reported after the last version is made: a checkpoint holds that moment."""
+    """Every step was made, and nothing is admitted, routed or reported after the last version: a checkpoint holds that
+    moment."""
+    made, wanted = len(cluster.recorder.steps), cluster.setting.steps
+    if made != wanted or cluster.weights.version != wanted:
+        raise _broken(cluster, f"the run ended with {made} steps and version {cluster.weights.version} of {wanted}")
     kinds = [event[0] for event in cluster.journal.events if event[0] != FAULT]
     if late := kinds[::-1][: kinds[::-1].index("commit")] if "commit" in kinds else []:
         raise _broken(cluster, f"after the last version was made came {', '.join(reversed(late))}")
@@ -44,6 +67,10 @@ def _check_training(cluster: Cluster) -> None:
     ledger, bound = cluster.control.ledger, cluster.setting.staleness
     if cluster.recorder.violations:
         raise _broken(cluster, "a group was trained that is older than the bound")
+    for last in cluster.recorder.steps[-1:]:
+        trained = cluster.trainer.trained.pop(last.step, last.groups)
+        if sorted(trained) != sorted(last.groups):
+            raise _broken(cluster, f"step {last.step} was made of {trained}, and {last.groups} are committed")
     if ledger.version != cluster.weights.version and ledger.version + 1 != cluster.weights.version:
         raise _broken(cluster, f"version {ledger.version} is committed, {cluster.weights.version} is durable")
     if bound == 0 and ledger.frontier > ledger.version:
@@ -86,10 +113,16 @@ def _check_groups(cluster: Cluster) -> None:
     lost = lost_prompts(cluster)
     if lost:
         raise _broken(cluster, f"prompts {sorted(lost)[:5]} are lost")
-    reserved = {name for name, group in server.groups.items() if group.version is not None}
+    reserved = {name: group.version for name, group in server.groups.items() if group.version is not None}
+    if isinstance(server.ledger, StalenessLedger):
+        oldest = server.ledger.version - cluster.setting.staleness
+        if late := [name for name, version in reserved.items() if version < oldest]:
+            raise _broken(cluster, f"groups {late[:5]} are live and too old for every step to come")
     known = {name for name, _, _ in server.ledger.to_state()["groups"]}
-    if reserved != known:
-        raise _broken(cluster, f"groups {sorted(reserved ^ known)[:5]} are in the server or in the ledger, not in both")
+    if reserved.keys() != known:
+        raise _broken(
+            cluster, f"groups {sorted(reserved.keys() ^ known)[:5]} are in the server or in the ledger, not in both"
+        )
 
 
 def lost_prompts(cluster: Cluster) -> set[int]:

@@ -18,7 +18,7 @@ from itertools import pairwise
 from statistics import NormalDist
 from typing import Protocol
 
-from staleflow.errors import ConfigError
+from staleflow.errors import ConfigError, shown
 
 LARGEST = 1e12
 """No length or factor needs more, and products of what is below it stay finite."""
@@ -37,12 +37,6 @@ def require_between(name: str, value: float, low: float, high: float) -> None:
 
 def require_positive(name: str, value: float) -> None:
     require(0 < value <= LARGEST, name, value, f"a number above 0 and at most {LARGEST:g}")
-
-
-def shown(value: object) -> str:
-    """``repr`` on one line and short enough to read."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class Distribution(Protocol):

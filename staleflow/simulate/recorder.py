@@ -21,6 +21,7 @@ class TrainedStep:
     tokens: int
     prompt_tokens: int
     lengths: list[int]
+    groups: list[str]
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class Recorder:
     wasted: Counter[str] = field(default_factory=Counter[str])
     trained_prompts: Counter[int] = field(default_factory=Counter[int])
     given_up: set[int] = field(default_factory=set[int])
-    """Prompts that will not be drawn again: filtered, or nobody could score them."""
+    """Prompts that will not be drawn again: filtered, or their responses could not be scored."""
     violations: int = 0
     """Trained groups that hold a token older than the bound allows."""
     made: dict[str, int] = field(default_factory=dict[str, int])
@@ -66,7 +67,7 @@ class Recorder:
                 self._ended[member.name] = "too late"
             self.group_staleness[step - oldest] += 1
             self.violations += step - oldest > self.bound
-        self.steps.append(TrainedStep(step, time, tokens, prompt_tokens, lengths))
+        self.steps.append(TrainedStep(step, time, tokens, prompt_tokens, lengths, [each.name for each in groups]))
 
     def aborted(self, trajectory: Trajectory, reason: str) -> None:
         self.wasted[reason] += self.made.pop(trajectory.name, 0)

@@ -31,6 +31,8 @@ class SimRollout:
         self.name = name
         self.engine = engine
         self.up = True
+        self.gone = False
+        """For good."""
         self.pulls = 0
         self.pull_seconds = 0.0
         self.born = loop.now
@@ -131,15 +133,22 @@ class SimRollout:
         self.engine.crash()
         self.up = False
 
+    def leave(self) -> None:
+        """End for good. If it was taken for dead while it hung, it still holds what others have by now."""
+        self.crash()
+        self.gone = True
+
     def restart(self) -> None:
         """Begin a new incarnation, with empty memory and no weights."""
+        if self.gone:
+            return
         self.down_seconds += self._loop.now - self._down_since
         self.up, self.engine.version = True, -1
         self._start(self.incarnation + 1)
 
     def hang(self, seconds: float) -> None:
         """Answer nothing and do nothing for a while; commands wait."""
-        if not self.up or self.hung or self._pull_began is not None:
+        if not self.up or self.hung:
             return
         self.heard()
         self.stream()
@@ -153,7 +162,8 @@ class SimRollout:
         if incarnation != self.incarnation or not self.up:
             return
         self.engine.now = self._loop.now
-        self.engine.resume()
+        if self._pull_began is None:
+            self.engine.resume()
         mail, self._mail = self._mail, []
         for command in mail:
             self.worker.hear(command)
@@ -202,6 +212,9 @@ class SimRollout:
 
     def _loaded(self, incarnation: int) -> None:
         if incarnation != self.incarnation or not self.up:
+            return
+        if self.hung:
+            self._loop.at(self._hung_until, self._loaded, incarnation)
             return
         assert self._pull_began is not None
         self.pulls += 1

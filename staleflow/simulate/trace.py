@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from staleflow.errors import ConfigError
-from staleflow.simulate.lengths import require, shown
+from staleflow.errors import ConfigError, shown
+from staleflow.simulate.lengths import require
 
 # Names that public traces use for the same thing (Azure, Mooncake); ours come first.
 PROMPT_NAMES = ("prompt_tokens", "input_tokens", "ContextTokens")

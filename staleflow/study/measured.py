@@ -149,7 +149,7 @@ def read_run(name: str) -> MeasuredRun:
     if not sum(step["train_s"] for step in steps) or not sum(step["tokens"] for step in steps):
         raise ConfigError(f"{path}: no step took any time to train: give a run that has trained")
     training = training_costs(steps)
-    if not len(prompts) == len(signal) > 0:  # nobody knows which groups they are
+    if not len(prompts) == len(signal) > 0:  # which groups they are is not known
         training = replace(training, per_taught_token_s=0.0)
     summary = _summary(folder / "summary.json")
     profile = folder / "profile.json"

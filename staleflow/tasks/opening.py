@@ -14,19 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from staleflow.errors import StaleFlowError, line_of
 from staleflow.model_json import read_json
 from staleflow.tasks import adder
 from staleflow.tasks.adder import Adder
-from staleflow.tasks.options import ADDER, GYM, SMOLLM, Data, is_file
+from staleflow.tasks.hub import hub_folder
+from staleflow.tasks.options import ADDER, GYM, HUB, SMOLLM, SOURCES, Data, is_file, is_hub_name
 from staleflow.tasks.prompts import DataPrompts, Encode, TaskPrompts
 from staleflow.tasks.smollm import smollm
-from staleflow.tasks.sources import from_function, read_file, reasoning_gym
-from staleflow.tasks.task import Problem, Task, TaskError, digest
+from staleflow.tasks.sources import from_function, read_file, read_hub, reasoning_gym
+from staleflow.tasks.task import Messages, Problem, Task, TaskError, digest
+from staleflow.types import TOKEN
 
 AWAY_FROM_WARM_START = 1000
 """Added to the seed of the training problems, so that they are not those that the warm start has seen."""
 MOST_HELD_OUT = 1000
+TOKENS_BEFORE = 8
+"""Tokens that are decoded before those that may hold a stop string, each of which is a byte of it or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,22 @@ class TaskSet:
     max_prompt_tokens: int
 
     @property
+    def size(self) -> int | None:
+        """Problems to train on; None: endless."""
+        return self.prompts.order.size if isinstance(self.prompts, DataPrompts) else None
+
+    @property
+    def left_out(self) -> int:
+        """Problems whose prompts are too long, or empty."""
+        return self.prompts.skipped if isinstance(self.prompts, DataPrompts) else 0
+
+    def about(self) -> str:
+        """In one line."""
+        size = "endless problems" if self.size is None else f"{self.size:,} problems"
+        out = f"; {self.left_out:,} are left out: empty, or longer than data.max_prompt_tokens={self.max_prompt_tokens}"
+        return f"{size} to train on, {len(self.held_out):,} held out{out if self.left_out else ''}"
+
+    @property
     def fingerprint(self) -> str:
         """Equal for two sets in which every number stands for the same prompt."""
         return self.prompts.fingerprint
@@ -55,7 +77,7 @@ def model_folder(
         from staleflow.tasks.base_model import Recipe, base_model
 
         return base_model(cache, Recipe(seed=seed), on_step)
-    return smollm(cache) if model == SMOLLM else Path(model)
+    return smollm(cache) if model == SMOLLM else hub_folder(model) if is_hub_name(model) else Path(model)
 
 
 def decoder_of(data: Data, folder: Path) -> str:
@@ -83,6 +105,22 @@ def open_task(data: Data, folder: Path, seed: int, evaluated: int) -> TaskSet:
         vocab_size=int(_json(folder / "config.json")["vocab_size"]),
         max_prompt_tokens=data.max_prompt_tokens,
     )
+
+
+def was_cut(task: TaskSet, stop_strings: Sequence[str]) -> Callable[[bytes], bool]:
+    """Whether a response, as little-endian int32, was ended by a limit: neither an end token nor a stop string did."""
+    ends = {token.to_bytes(4, "little") for token in task.stop_tokens}
+    tail = 4 * (max((len(each.encode()) for each in stop_strings), default=0) + TOKENS_BEFORE)
+
+    def cut(ids: bytes) -> bool:
+        if ids[-4:] in ends:
+            return False
+        if not stop_strings:
+            return True
+        text = task.decode(np.frombuffer(ids[-tail:], TOKEN).tolist())
+        return not any(each in text for each in stop_strings)
+
+    return cut
 
 
 def first_problem(data: Data, seed: int) -> Problem:
@@ -125,6 +163,8 @@ def _embedded(seed: int, evaluated: int) -> TaskSet:
 def _source(data: Data) -> Task | list[Problem]:
     if is_file(data.source):
         return read_file(data.source, data.prompt, data.answer)
+    if SOURCES.key(data.source) == HUB:
+        return read_hub(data.source, data.prompt, data.answer, **data.arguments)
     try:
         if data.source.startswith(GYM):
             return reasoning_gym(data.source.removeprefix(GYM), **data.arguments)
@@ -140,10 +180,9 @@ def _source(data: Data) -> Task | list[Problem]:
 def _split(data: Data, problems: list[Problem]) -> tuple[list[Problem], list[Problem]]:
     """The training problems and the held-out ones; no prompt is in both."""
     if data.held_out is not None:
-        held = read_file(data.held_out, data.prompt, data.answer)
-        held = list({problem.prompt: problem for problem in held}.values())
+        held = _different(_held_out(data, data.held_out))
     else:
-        ranked = sorted({problem.prompt: problem for problem in problems}.values(), key=_rank)
+        ranked = sorted(_different(problems), key=_rank)
         count = data.held_out_count or max(1, min(MOST_HELD_OUT, len(ranked) // 10))
         if count >= len(ranked):
             raise TaskError(
@@ -151,11 +190,27 @@ def _split(data: Data, problems: list[Problem]) -> tuple[list[Problem], list[Pro
                 "data.held_out, or a lower data.held_out_count"
             )
         held = ranked[:count]
-    kept_out = {problem.prompt for problem in held}
-    train = [problem for problem in problems if problem.prompt not in kept_out]
+    kept_out = {_asked(problem) for problem in held}
+    train = [problem for problem in problems if _asked(problem) not in kept_out]
     if not train:
         raise TaskError(f"all prompts of data.source={data.source} are in data.held_out: give other data")
     return train, held
+
+
+def _held_out(data: Data, source: str) -> list[Problem]:
+    if is_file(source):
+        return read_file(source, data.prompt, data.answer)
+    return read_hub(source, data.prompt, data.answer, **data.arguments | {"split": "test"})
+
+
+def _different(problems: list[Problem]) -> list[Problem]:
+    """Without those that ask the same."""
+    return list({_asked(problem): problem for problem in problems}.values())
+
+
+def _asked(problem: Problem) -> object:
+    """What is equal for two problems that ask the same."""
+    return problem.prompt if isinstance(problem.prompt, str | tuple) else repr(problem.prompt)
 
 
 def _rank(problem: Problem) -> int:
@@ -166,7 +221,7 @@ def _encoded(problems: list[Problem], encode: Encode, longest: int, most: int) -
     """The first ``most`` problems whose prompts are not too long, with their tokens."""
     found: list[tuple[tuple[int, ...], Problem]] = []
     for problem in problems:
-        tokens = tuple(encode(problem.prompt) if isinstance(problem.prompt, str) else problem.prompt)
+        tokens = tuple(problem.prompt if isinstance(problem.prompt, tuple) else encode(problem.prompt))
         if 0 < len(tokens) <= longest:
             found.append((tokens, problem))
         if len(found) == most:
@@ -176,7 +231,7 @@ def _encoded(problems: list[Problem], encode: Encode, longest: int, most: int) -
     return found
 
 
-def _no_text(text: str) -> Sequence[int]:
+def _no_text(text: str | Messages) -> Sequence[int]:
     raise TaskError(f"the embedded task has no text prompts, such as {text[:20]!r}")
 
 
@@ -196,7 +251,13 @@ def _text(data: Data, folder: Path) -> tuple[Encode, Callable[[Sequence[int]], s
 
     if data.chat:
         return _chat(data, folder), decode
-    return lambda prompt: tokenizer.encode(data.template.replace("{prompt}", prompt)).ids, decode
+
+    def encode(prompt: str | Messages) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            raise TaskError(f"data.source={data.source} has messages as prompts: give data.chat=true")
+        return tokenizer.encode(data.template.replace("{prompt}", prompt)).ids
+
+    return encode, decode
 
 
 def _chat(data: Data, folder: Path) -> Encode:
@@ -212,8 +273,11 @@ def _chat(data: Data, folder: Path) -> Encode:
         raise TaskError(f"{folder} has no chat template: give data.chat=false and a data.template")
     system = [] if data.system is None else [{"role": "system", "content": data.system}]
 
-    def encode(prompt: str) -> Sequence[int]:
-        said = [*system, {"role": "user", "content": data.template.replace("{prompt}", prompt)}]
+    def encode(prompt: str | Messages) -> Sequence[int]:
+        if isinstance(prompt, str):
+            said = [*system, {"role": "user", "content": data.template.replace("{prompt}", prompt)}]
+        else:
+            said = [*([] if prompt[0]["role"] == "system" else system), *prompt]
         try:
             return tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
         except Exception as error:  # whatever the template does

@@ -17,9 +17,9 @@ import numpy as np
 
 from staleflow.servers.payloads import TOKEN
 from staleflow.tasks.order import Order
-from staleflow.tasks.task import Problem, Split, Task, TaskError, digest
+from staleflow.tasks.task import Messages, Problem, Split, Task, TaskError, digest
 
-Encode = Callable[[str], Sequence[int]]
+Encode = Callable[[str | Messages], Sequence[int]]
 RECENT = 4096
 """Encoded prompts that are kept: a group needs its prompt several times within a short while."""
 
@@ -81,21 +81,16 @@ class DataPrompts:
 
 
 class TaskPrompts:
-    """Prompts from a task: prompt ``n`` is problem ``n``, endless unless there is a ``limit``."""
+    """Prompts from a task: prompt ``n`` is problem ``n``, without end."""
 
-    def __init__(
-        self, task: Task, split: Split = "train", encode: Encode | None = None, limit: int | None = None
-    ) -> None:
+    def __init__(self, task: Task, split: Split = "train", encode: Encode | None = None) -> None:
         self.task = task
         settings = repr(task) if is_dataclass(task) else ""  # any other object's text may hold its address
         self.fingerprint = f"{digest('task', type(task).__qualname__, settings, split):016x}"
-        self._limit = limit
         self._encode = encode
         self.problem = lru_cache(RECENT)(lambda prompt: task.problem(prompt, split))
 
     def tokens(self, prompt: int) -> int | None:
-        if self._limit is not None and prompt >= self._limit:
-            return None
         return len(_encoded(self.problem(prompt), self._encode))
 
     def ids(self, prompt: int) -> bytes:
@@ -103,7 +98,7 @@ class TaskPrompts:
 
 
 def _encoded(problem: Problem, encode: Encode | None) -> Sequence[int]:
-    if not isinstance(problem.prompt, str):
+    if isinstance(problem.prompt, tuple):
         return problem.prompt
     if encode is None:
         raise TaskError("the task has text prompts: give the encode function of a tokenizer")

@@ -18,10 +18,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from staleflow.errors import line_of
 from staleflow.tasks.options import SOURCES
-from staleflow.tasks.rows import refuse_unsendable
 from staleflow.tasks.task import Problem, Task, TaskError
+
+LARGEST = 64 * 2**20
+"""Most bytes of a row, which is sent to a reward worker with each response."""
 
 
 def read_jsonl(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
@@ -72,6 +76,21 @@ def from_function(
     return _some([_as_problem(f"data {spec!r}, item {at}", row, prompt, answer) for at, row in rows], f"data {spec!r}")
 
 
+def read_hub(
+    path: str, /, prompt: str = "prompt", answer: str | None = "answer", split: str = "train", **arguments: Any
+) -> list[Problem]:
+    """Problems from a data set on the Hugging Face hub, or from its cache on this machine; needs datasets."""
+    datasets = require("datasets", "datasets", "data sets of the Hugging Face hub")
+    try:
+        rows = datasets.load_dataset(path, split=split, **arguments)
+    except Exception as error:  # the library has many kinds
+        raise TaskError(
+            f"{path} (split {split}) is not in the cache and cannot be loaded from the Hugging Face hub "
+            f"({line_of(error)}): correct the name or data.arguments, or give a file"
+        ) from None
+    return _some([_problem(f"{path}, row {number}", row, prompt, answer) for number, row in enumerate(rows)], path)
+
+
 def reasoning_gym(name: str, seed: int = 0, size: int = 10_000, **settings: Any) -> list[Problem]:
     """Entries of one reasoning-gym data set. The ``reasoning-gym`` reward scores the responses."""
     gym = require("reasoning_gym", "reasoning-gym", "reasoning-gym tasks")
@@ -106,13 +125,46 @@ def _problem(where: str, row: Mapping[str, Any], prompt: str, answer: str | None
     for column in (*needed, *([] if answer is None else [answer])):
         if column not in row:
             raise TaskError(f"{where}: no column {column!r}: name one of {', '.join(map(repr, row)) or 'none'}")
+    _refuse_unsendable(where, row)
+    facts = {**row, "answer": row[answer]} if answer is not None else dict(row)
+    if needed == [prompt] and isinstance(row[prompt], list):
+        if (problem := wrong_messages(row[prompt])) is not None:
+            raise TaskError(f"{where}: the prompt column {prompt!r} holds {problem}")
+        return Problem(row[prompt], facts)
     for column in needed:
         if not isinstance(row[column], str):
             kind = type(row[column]).__name__
-            raise TaskError(f"{where}: the prompt column {column!r} holds a {kind}: name a column of text")
-    refuse_unsendable(where, row)
-    text = row[prompt] if needed == [prompt] else _BRACED.sub(lambda found: row[found[1]], prompt)
-    return Problem(text, {**row, "answer": row[answer]} if answer is not None else dict(row))
+            raise TaskError(f"{where}: the prompt column {column!r} holds a {kind}: name a column of text or messages")
+    return Problem(row[prompt] if needed == [prompt] else _BRACED.sub(lambda found: row[found[1]], prompt), facts)
+
+
+def wrong_messages(messages: Sequence[Any]) -> str | None:
+    """What is wrong with a prompt of messages; None if nothing is."""
+    for each in messages:
+        if not isinstance(each, Mapping) or not isinstance(each.get("role"), str):
+            return "a list: write messages, each with role and content"
+        if not isinstance(each.get("content"), str):
+            return f"a message whose content is a {type(each.get('content')).__name__}: write text"
+    return None if messages else "no message: write at least one"
+
+
+def _refuse_unsendable(where: str, row: Mapping[str, Any]) -> None:
+    """``TaskError`` if the row cannot be sent to a reward worker: now, while file and line are known."""
+    try:
+        size = len(msgspec.msgpack.encode(dict(row)))
+    except UnicodeEncodeError as error:
+        raise TaskError(f"{where}: half a character ({error.object[error.start]!a}): correct the text") from None
+    except OverflowError:
+        raise TaskError(f"{where}: an integer of more than 64 bits: write it as a text") from None
+    except RecursionError:
+        raise TaskError(f"{where}: nested too deeply for a reward worker: write it flat") from None
+    except (TypeError, ValueError) as error:
+        raise TaskError(f"{where}: cannot be sent to a reward worker ({error}): keep to JSON values") from None
+    if size > LARGEST:
+        raise TaskError(
+            f"{where}: a row of {size / 2**20:,.0f} MiB, more than the {LARGEST // 2**20} MiB that can go to a reward "
+            "worker with each response: leave large columns out, or write paths instead"
+        )
 
 
 def _as_problem(where: str, row: Any, prompt: str, answer: str | None) -> Problem:

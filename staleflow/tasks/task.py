@@ -22,11 +22,15 @@ class TaskError(StaleFlowError, ValueError):
     """Bad input to a task or a data source, in one line with the fix."""
 
 
+Messages = list[dict[str, Any]]
+Prompt = str | tuple[int, ...] | Messages
+
+
 class Problem(NamedTuple):
     """What the model is asked, and what the verifier must know."""
 
-    prompt: str | tuple[int, ...]
-    """Text, or token ids where the task has its own vocabulary."""
+    prompt: Prompt
+    """Text; messages, each with ``role`` and ``content``; or token ids where the task has its own vocabulary."""
     facts: Mapping[str, Any]
     """Plain JSON values: the right answer, the entry of a data set."""
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from staleflow.model_json import FAMILIES
+from staleflow.model_json import FAMILIES, windowed
 
 NAME = "staleflow-rows"
 HEAD = 8
@@ -38,9 +38,7 @@ def attend_by_rows(model: Any) -> None:
 
     Others get transformers' own mask for packed rows."""
     config = model.config
-    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    windowed = windowed or (config.model_type == "mistral" and config.sliding_window is not None)
-    if config.model_type in FAMILIES and not windowed and not config.attention_dropout:
+    if config.model_type in FAMILIES and not windowed(config) and not config.attention_dropout:
         model.set_attn_implementation(NAME)
 
 

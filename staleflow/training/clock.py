@@ -1,4 +1,4 @@
-"""How long a device works, and whether it still does: a CPU works while it is called, a GPU goes on behind the call.
+"""How long a device works, and whether it still does: a CPU works during the call, a GPU also after it.
 
 clock = clock_of(device)
 with clock:
@@ -10,20 +10,8 @@ clock.seconds()               # of all such work since the last answer; waits fo
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
 
 import torch
-
-
-class Clock(Protocol):
-    @property
-    def busy(self) -> bool: ...
-
-    def seconds(self) -> float: ...
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 class CpuClock:
@@ -67,5 +55,5 @@ class GpuClock:
         return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> CpuClock | GpuClock:
     return GpuClock() if device.type == "cuda" else CpuClock()

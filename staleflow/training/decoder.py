@@ -84,7 +84,7 @@ class Matrix:
 
 
 class Places(NamedTuple):
-    """Of a pass: what it reads, and where each row begins."""
+    """What a pass reads, and where each row begins."""
 
     tokens_L: Tensor
     positions_L: Tensor
@@ -198,13 +198,13 @@ class Decoder:
         self._matrices = [matrix for layer in self.layers for matrix in layer.matrices()]
         self._matrices += [self.embedding] if tied else [self.embedding, self.head]
         self.recordings: Recordings | None = None
-        """Of small passes, where the device has such."""
+        """Recordings of small passes, on a device that has them."""
         self._fresh = False
         self._anchor = torch.zeros((), requires_grad=True)
 
     @property
     def kept_bytes(self) -> int:
-        """Of one token, until backward."""
+        """Bytes that one token takes until backward."""
         layer = self.layers[0]
         columns = layer.qkv.value.shape[1] + layer.down.value.shape[0] + layer.out.value.shape[1]
         columns += layer.qkv.value.shape[0] + layer.gate_up.value.shape[0]

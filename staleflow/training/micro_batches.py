@@ -33,7 +33,7 @@ class Known(NamedTuple):
     proximal_T: Tensor | None = None
     """Log-probabilities of the policy with which the step began."""
     values_T: Tensor | None = None
-    """Of the value head with which the step began."""
+    """What the value head gave when the step began."""
 
     def at(self, where: slice | Tensor) -> Known:
         return Known(*(None if each is None else each[where] for each in self))
@@ -55,14 +55,14 @@ class MicroBatch(NamedTuple):
     segments: Segments
     rewards_N: Tensor
     lengths: list[int]
-    """Of all tokens of each row."""
+    """Tokens of each row, prompt included."""
     starts_N: Tensor
     """Where each row begins in L, and the end of the last, in 32 bits."""
     known: Known
 
 
 def moved(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """To the device, without waiting for what it computes."""
+    """The tensor on the device, without waiting for what that computes."""
     if device is None or device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -82,7 +82,7 @@ def micro_batches(
 
 
 def cuts(sizes: Sequence[int], most: int) -> Iterator[int]:
-    """Where to cut rows, in their order, into as few passes of at most so many tokens as there must be."""
+    """Where to cut rows, in their order, into as few passes of at most ``most`` tokens as possible."""
     passes = len([*_filled(sizes, most)])
     low, high = 1, most
     while low < high:  # the least that each could hold
@@ -127,11 +127,11 @@ def _batch(rows: Sequence[Row], known: Known, device: torch.device | None) -> Mi
 
 class Outputs(NamedTuple):
     logprobs_T: Tensor
-    """Of the generated tokens."""
+    """Log-probabilities of the generated tokens."""
     entropy_T: Tensor
-    """Of the distributions they were drawn from."""
+    """Entropies of the distributions they were drawn from."""
     values_T: Tensor | None = None
-    """Of the states before them."""
+    """Values of the states before them."""
 
 
 def forward(

@@ -126,7 +126,7 @@ SEQUENCE_MEAN = Aggregation("sequence-mean")
 class Metrics:
     """Numbers about a chunk that add up: means as (sum, weight), and peaks.
 
-    They stay on the device until ``values`` is called, so that measuring makes nobody wait.
+    They stay on the device until ``values`` is called, so that measuring does not wait for it.
     """
 
     sums: Mapping[str, tuple[Tensor, Tensor | int]] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class LossSum:
         return replace(self, total=self.total + coefficient * term.total, metrics=self.metrics + term.metrics)
 
     def detach(self) -> LossSum:
-        """Without its graph, to be kept while the step goes on."""
+        """Without its graph, to be kept until the step ends."""
         return replace(self, total=self.total.detach())
 
     @property

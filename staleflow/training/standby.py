@@ -79,7 +79,7 @@ class Standby:
         self._copying = self._pool.submit(self._copy, trainer.version, state(trainer), ready)
 
     def wait(self) -> None:
-        """Until the version that was given last is kept."""
+        """Wait until the version that was given last is kept."""
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.result()
@@ -99,7 +99,7 @@ class Standby:
         return self._folder / f"fed-{step:012d}.msgpack"
 
     def _forget(self, before: int) -> None:
-        """What was fed to steps that nobody will make again."""
+        """Delete what was fed to steps that will not be made again."""
         for note in self._folder.glob("fed-*.msgpack"):
             if note < self._note(before):
                 note.unlink(missing_ok=True)
@@ -121,7 +121,7 @@ class Standby:
         return version
 
     def close(self) -> None:
-        """Remove it: nobody will take this trainer's place."""
+        """Remove it: no other trainer will take this one's place."""
         self._pool.shutdown()
         self._server.close()
         self._forget(10**12)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from staleflow.errors import RunError
 from staleflow.training.adapters import adapters_off, merged_weights, prepare
@@ -39,7 +39,6 @@ from staleflow.training.micro_batches import Known, MicroBatch, Outputs, forward
 from staleflow.training.options import CORRECTIONS, TrainerOptions
 from staleflow.training.packed import LossSum, Metrics, scale_gradients
 from staleflow.training.report import StepReport, metric_values
-from staleflow.training.value_head import ValueHead
 from staleflow.training.work import GroupRows, StepWork, estimate_by_gae, shaped_rewards, signals, with_advantages
 from staleflow.types import Row
 
@@ -64,7 +63,22 @@ class _Open:
     without_signal: list[int] = field(default_factory=list[int])
     """Tokens of each group that teaches nothing."""
     norms: list[float] = field(default_factory=list[float])
-    """Of the gradients of each update made."""
+    """Norms of the gradients of each update made."""
+
+
+class ValueHead(nn.Module):
+    """What a state is worth, for PPO: V = w h + b of its last hidden state, in float32 at least. It begins at 0, so
+    that the first advantages are discounted rewards."""
+
+    def __init__(self, hidden: int, like: Tensor) -> None:
+        super().__init__()
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        self.linear = nn.Linear(hidden, 1, device=like.device, dtype=dtype)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden_TH: Tensor) -> Tensor:
+        return self.linear(hidden_TH.to(self.linear.weight.dtype))[:, 0]
 
 
 class Trainer:
@@ -112,7 +126,12 @@ class Trainer:
             )
         rows = [row for group in groups for row in group]
         for row in rows:
-            self._check_age(step, row)
+            for version, count in row.spans:
+                if not 0 <= step - version <= self.options.max_staleness:
+                    raise StalenessError(
+                        f"trajectory {row.name} has {count} tokens of version {version}, {step - version} steps old at "
+                        f"step {step}; the bound is {self.options.max_staleness}"
+                    )
         for row in rows:
             for version, count in row.spans:
                 self._open.token_staleness[step - version] += count
@@ -195,15 +214,6 @@ class Trainer:
 
     def _nothing(self) -> _Open:
         return _Open(LossSum.zero(self._aggregation, self.device))
-
-    def _check_age(self, step: int, row: Row) -> None:
-        for version, count in row.spans:
-            age = step - version
-            if not 0 <= age <= self.options.max_staleness:
-                raise StalenessError(
-                    f"trajectory {row.name} has {count} tokens of version {version}, {age} steps old at step {step}; "
-                    f"the bound is {self.options.max_staleness}"
-                )
 
     # Before gradients
 

@@ -12,22 +12,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import comb
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
+from staleflow.config.schema import passes
+from staleflow.reward.judge import Judgement
 from staleflow.rollout.engine import Engine, LoadWeights, Request, Sampling, WeightSource
 from staleflow.tasks.task import Problem
 from staleflow.types import Evaluate, Evaluated, Moved, Ready, Stop, TakeOver
+from staleflow.workers.best import Best
 from staleflow.workers.link import Gone, Link
 
 KEPT = ".safetensors"
+REWARD = "reward"
+"""The figure that is always there: the mean reward."""
 SAY_S = 0.5
 """Signs of progress are no more frequent than this."""
 
-Judged = Callable[[Sequence[tuple[Problem, Sequence[int]]], Callable[[], None]], Sequence[float | str]]
+Judged = Callable[[Sequence[tuple[Problem, Sequence[int]]], Callable[[], None]], Sequence[Judgement | str]]
 """The rewards of responses, given as tokens, or why there is none; calls the function as it moves."""
 
 
@@ -41,8 +49,15 @@ class Evaluator:
         judge: Judged,
         folder: Path,
         moved: Callable[[], None] = lambda: None,
+        samples: int = 1,
+        names: Sequence[str] = (),
+        best: Best | None = None,
     ) -> None:
-        """``folder``: for what is kept. ``moved`` is called whenever something was done."""
+        """``folder``: for what is kept. ``moved`` is called whenever something was done. ``samples``: responses to each
+        problem. ``names``: of the rewards, if there are several. ``best`` keeps the best version."""
+        self._samples = samples
+        self._names = names
+        self._best = best
         self._engine = engine
         self._folder = folder
         self._weights = weights
@@ -75,24 +90,59 @@ class Evaluator:
         """A version and its mean reward on the problems. What cannot be scored is left out, and counted."""
         began = time.perf_counter()
         version = self._engine.pull(source, 0)
+        asked = [at for at in range(len(self._problems)) for _ in range(self._samples)]
         self._engine.submit(
             [
-                Request(str(at), 1, prompt, sampling=replace(self._sampling, seed=at))
-                for at, (prompt, _) in enumerate(self._problems)
+                Request(str(number), 1, self._problems[at][0], sampling=replace(self._sampling, seed=number))
+                for number, at in enumerate(asked)
             ]
         )
+        of: list[int] = []
         answers: list[tuple[Problem, Sequence[int]]] = []
         while self._engine.busy:
-            finished = self._engine.step().finished
-            answers += [(self._problems[int(result.name)][1], result.tokens) for result in finished]
+            for result in self._engine.step().finished:
+                of.append(asked[int(result.name)])
+                answers.append((self._problems[of[-1]][1], result.tokens))
             self._moved()
         judged = self._judge(answers, self._moved)
-        rewards = [each for each in judged if not isinstance(each, str)]
+        scored = [(at, each) for at, each in zip(of, judged, strict=True) if not isinstance(each, str)]
         failures = [each for each in judged if isinstance(each, str)]
-        accuracy = sum(rewards) / len(rewards) if rewards else None
-        return Evaluated(
-            version, accuracy, time.perf_counter() - began, len(failures), failures[-1] if failures else ""
+        found = figures(scored, self._names)
+        evaluated = Evaluated(
+            version,
+            found.get(REWARD),
+            time.perf_counter() - began,
+            len(failures),
+            failures[-1] if failures else "",
+            binary=bool(scored) and all(each.reward in (0, 1) for _, each in scored),
+            figures=found,
         )
+        if self._best is not None and (why := self._best.offer(evaluated, self._engine.weights())):
+            return msgspec.structs.replace(evaluated, trouble=why)
+        return evaluated
+
+
+def figures(scored: Sequence[tuple[int, Judgement]], names: Sequence[str]) -> dict[str, float]:
+    """What can be said of judged responses, each with the number of its problem: empty if there are none."""
+    if not scored:
+        return {}
+    rewards = [each.reward for _, each in scored]
+    found = {REWARD: sum(rewards) / len(rewards)}
+    if len(names) > 1:
+        found |= {name: sum(each.parts[at] for _, each in scored) / len(scored) for at, name in enumerate(names)}
+    if all(reward in (0, 1) for reward in rewards):
+        by_problem: dict[int, list[float]] = {}
+        for at, each in scored:
+            by_problem.setdefault(at, []).append(each.reward)
+        most = min(map(len, by_problem.values()))
+        for k in passes(most):
+            found[f"pass@{k}"] = fmean(pass_at(k, len(each), int(sum(each))) for each in by_problem.values())
+    return found
+
+
+def pass_at(k: int, samples: int, right: int) -> float:
+    """The chance that one of ``k`` of the samples is right, without bias."""
+    return 1 - comb(samples - right, k) / comb(samples, k)
 
 
 class Signs:

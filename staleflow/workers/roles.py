@@ -72,7 +72,7 @@ def _trainer(setup: Setup, link: Link) -> Any:
     config = load(str(Path(setup.run) / "config.yaml"), [])
     trainer = build(setup.model, config.trainer_options())
     weights = _store(setup, setup.store, config.rollout.dtype)
-    kept = Standby(_store(setup, standby_of(setup.store)), Path(setup.run)) if config.processes.standby else None
+    kept = Standby(_store(setup, standby_of(setup.store)), Path(setup.run)) if config.processes.with_standby else None
     stores = [weights] if kept is None else [weights, kept]
     worker = TrainerWorker(trainer, weights, link.send, Path(setup.model), kept)
     if not worker.revive() and setup.checkpoint:
@@ -111,17 +111,33 @@ def _store(setup: Setup, name: str, dtype: str = "float32") -> LocalParameterSer
 def _evaluator(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
     from staleflow.reward.judge import Judge
-    from staleflow.tasks.opening import decoder_of, open_task
+    from staleflow.tasks.opening import decoder_of, open_task, was_cut
+    from staleflow.workers.best import Best
     from staleflow.workers.evaluator import Evaluator, Signs, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
     task = open_task(config.data, Path(setup.model), config.seed, config.evaluation.problems)
     engine = _engine(setup, config)
-    judge = Judge(config.reward, decoder_of(config.data, Path(setup.model)))
+    cut = was_cut(task, config.rollout.stop_strings)
+    judge = Judge(config.reward, decoder_of(config.data, Path(setup.model)), cut)
     moved, sampling = Signs(link).move, config.evaluation_sampling(task.stop_tokens)
     kept = Path(setup.run) / "kept"
     if not setup.standby:  # versions of another attempt, which may not be those that this one makes
         shutil.rmtree(kept, ignore_errors=True)
-    evaluator = Evaluator(engine, LazyWeights(setup), task.held_out, sampling, judge, kept, moved)
+    best = None
+    if config.checkpoints.best:
+        best = Best(Path(setup.run) / "checkpoints" / "best", Path(setup.model), config.evaluation.figure)
+    evaluator = Evaluator(
+        engine,
+        LazyWeights(setup),
+        task.held_out,
+        sampling,
+        judge,
+        kept,
+        moved,
+        config.evaluation.samples,
+        config.reward.names,
+        best,
+    )
     link.send(Ready(-1))
     return lambda: serve(evaluator, link)

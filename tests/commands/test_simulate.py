@@ -151,6 +151,18 @@ def test_a_cap_that_cuts_recorded_lengths_is_named(tmp_path: Path, capsys: pytes
     assert row["notes"][0].startswith("rollout.max_tokens=50 cuts off 25.0% of the recorded responses")
 
 
+def test_a_trace_without_prompt_lengths_says_what_is_assumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("output_tokens\n20\n20\n20\n20\n")
+    longer, shorter = (simulate(capsys, "--trace", str(trace), *more) for more in ((), ("prompt_tokens=64",)))
+    assert any(note.endswith("give cluster.prompt_tokens") for note in longer["notes"])
+    assert not any("prompt_tokens" in note for note in shorter["notes"])
+    assert longer["trained_tokens"] == shorter["trained_tokens"] == 8 * 4 * 4 * 20
+    assert longer["simulated_s"] > shorter["simulated_s"]
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -100,6 +100,6 @@ def test_a_summary_without_an_evaluation_can_be_shown(tmp_path: Path) -> None:
     summary = {
         "accuracy_initial": None, "accuracy_final": None, "steps": 0, "wall_s": 0.0, "trained_tokens_per_s": 0.0,
         "max_staleness": 0, "bound": 2, "violations": 0, "trainer_idle": 0.0, "control_overhead": 0.0,
-        "tokens_wasted": 0, "seconds_to_90": None, "interrupted": True,
+        "tokens_wasted": 0, "seconds_to_90": None, "interrupted": True, "binary": True,
     }  # fmt: skip
     assert "--resume" in summary_text(summary, RunDirectory(tmp_path))

@@ -84,7 +84,6 @@ def test_wrong_types_say_the_value_and_what_to_write(override: str, line: str) -
         ("rollout.max_running=100000000000000", "is more than the tokens of rollout.kv_tokens: give at most"),
         ("evaluation.problems=100000000000", "is too high: give at most 1000000"),
         ("processes.threads=100000000", "is too high: give at most 1024"),
-        ("data.chat=true", "data.source=adder has no text to chat with"),
     ],
 )
 def test_a_bound_below_zero_and_other_values_out_of_range(override: str, line: str) -> None:

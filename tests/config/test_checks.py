@@ -56,7 +56,7 @@ def test_a_run_that_can_start_is_not_refused(tmp_path: Path, model: Path, data: 
 
 def test_a_missing_model(tmp_path: Path, data: Path) -> None:
     line = refused(settings(tmp_path, tmp_path / "none", data))
-    assert "no such folder: give adder, smollm2-135m, or a folder in Hugging Face format" in line
+    assert "no such folder: give adder, smollm2-135m, a folder in Hugging Face format" in line
     assert "no such folder" in refused(["model=no/such/model"]), "the model first, then what goes with it"
 
 
@@ -169,6 +169,7 @@ def test_a_package_that_is_missing(tmp_path: Path, model: Path, data: Path, monk
 def test_a_model_and_data_that_do_not_belong_together(tmp_path: Path, model: Path, data: Path) -> None:
     assert "which model=" in refused(settings(tmp_path, model, Path("adder"), "reward.function=adder"))
     assert "give a model" in refused(["model=adder", f"data.source={data}", "reward.function=last-number"])
+    assert "data.source=adder has no text to chat with" in refused(["data.chat=true"])
 
 
 def test_an_unwritable_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,3 +231,47 @@ def test_every_parameter_of_a_family_can_be_named(tmp_path: Path, model: Path, f
         built = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(model))
     names = {name for name, _ in built.named_parameters()}
     assert {*_by_family(sizes_of(load("plain", [f"model={model}", f"runs={tmp_path}"])))} == names
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["evaluation.samples=4"], "are all the same with temperature=0: give evaluation.temperature"),
+        (["evaluation.figure=pass@4"], "give evaluation.samples=2 or more"),
+        (["evaluation.figure=pass@3", "evaluation.samples=4", "evaluation.temperature=1"], "give pass@2, pass@4"),
+        (["evaluation.figure=brief"], "evaluation.figure=brief is unknown: give reward or pass@K"),
+        (["stop_at=0.9", "evaluation.every=0"], "nothing is evaluated during the run: give evaluation.every"),
+        (["stop_at=0.9", "evaluation.when=after"], "evaluation.when=during"),
+        (["evaluation.patience=3", "evaluation.every=0"], "nothing is evaluated during the run"),
+        (["reward.function=[]"], "function is an empty list"),
+        (["reward.function=[my:one, your:one]"], "two of the same name"),
+        (["reward.function=[my:one, my:two]", "reward.weights=[1]"], "weights are 1 for 2 functions"),
+        (["reward.function=[my:one, my:two]", "reward.arguments={length: 3}"], "give them by name: one, two"),
+        (["reward.function=[exact-match, rouge]"], "reward.function=rouge: write one of adder, exact-match"),
+    ],
+)
+def test_evaluation_and_several_rewards_are_checked_when_they_are_given(words: list[str], says: str) -> None:
+    assert says in refusals.refused(load, None, words)
+
+
+def test_several_rewards_have_names_weights_and_arguments_of_their_own() -> None:
+    words = ["reward.function=[my:one, exact-match]", "reward.weights=[1, 0.5]", "reward.arguments={one: {length: 3}}"]
+    reward = load(None, [*words, "evaluation.figure=one"]).reward
+    assert (reward.names, reward.all_weights) == (("one", "exact-match"), (1.0, 0.5))
+    assert (reward.arguments_of("one"), reward.arguments_of("exact-match")) == ({"length": 3}, {})
+
+
+def test_prompts_of_messages_are_checked_in_the_first_row(tmp_path: Path, model: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for prompt, says in (
+        ([{"role": "user", "content": "2 + 2"}], "has messages as prompts: give data.chat=true"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "a message whose content is a list: write text"),
+        (["2 + 2"], "write messages, each with role and content"),
+        ([], "no message: write at least one"),
+    ):
+        path.write_text(json.dumps({"question": prompt, "answer": "4"}) + "\n")
+        assert says in refused(settings(tmp_path, model, path))
+
+
+def test_a_reward_of_a_program_that_is_not_there(tmp_path: Path, model: Path, data: Path) -> None:
+    assert "continue there" in refused(settings(tmp_path, model, data, "reward.function=python:correct"))

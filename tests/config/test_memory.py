@@ -1,9 +1,10 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from staleflow.config import Config, Machine, estimate, load, this_machine
+from staleflow.config import Config, Machine, estimate, load, settled, this_machine
 from staleflow.config.machine import _groups, _visible, cache_folder  # pyright: ignore[reportPrivateUsage]
 from staleflow.config.sizes import sizes_of
 from staleflow.rollout.shapes import SHAPES, write
@@ -137,3 +138,32 @@ def test_limits_of_control_groups_count(tmp_path: Path) -> None:
         (tmp_path / folder / "memory.max").write_text(most)
         (tmp_path / folder / "memory.current").write_text(str(2**30))
     assert _groups(tmp_path, own) == [(4 * 2**30, 2**30)]
+
+
+def test_the_standby_state_is_a_choice_with_its_cost_shown_and_off_where_it_does_not_fit() -> None:
+    config = load("plain", ["model=smollm2-135m"])
+    parameters = sizes_of(config).parameters
+    assert estimate(config, MACHINE).of("standby") == 2 * 12 * parameters
+    assert f"{2 * 12 * parameters / 2**30:.2f} GiB" in estimate(config, MACHINE).text()
+    assert settled(config, MACHINE) == (config, "")
+    needed = estimate(config, MACHINE).needed()
+    tight = (Machine(cores=2, memory=needed - 1), replace(MACHINE, shared=9 * parameters))
+    for machine in tight:
+        without, note = settled(config, machine)
+        assert without.processes.standby is False
+        assert estimate(without, machine).of("standby") == 0
+        assert "processes.standby is off, since its 3.01 GiB do not fit in" in note
+        assert "twice: off" in estimate(without, machine).text()
+    given = load("plain", ["model=smollm2-135m", "processes.standby=true"])
+    assert settled(given, tight[0]) == (given, "")
+    assert estimate(given, tight[0]).problem is not None
+
+
+def test_more_instances_are_refused_by_what_is_free_beside_those_that_run() -> None:
+    config = load(None, ["rollout.instances=5"])
+    one = estimate(config, MACHINE).instance
+    assert estimate(config, Machine(cores=2, memory=3 * one)).problem_of_more(3) is None
+    said = estimate(config, Machine(cores=2, memory=3 * one - 1)).problem_of_more(3)
+    assert said is not None
+    assert said.startswith("3 more instances need")
+    assert said.endswith("give rollout=4 or less")

@@ -1,20 +1,44 @@
 """Situations to decide on: small ones written by hand, and random ones."""
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from staleflow.coordinator.cost import CostModel
-from staleflow.coordinator.situation import Fleet, InstanceView, Pace, Queued, Resident, Situation
+from staleflow.coordinator.situation import COLUMNS, Fleet, Pace, Queued, Resident, Situation
+from staleflow.coordinator.strategies import Strategies
 from staleflow.protocol import StalenessLedger
+from staleflow.registry import Registry
 
 COST = CostModel(
     floor=0.0123, base=0.0049, per_sequence=2.44e-4, fixed=0.002, per_context_token=1.2e-7, per_prefill_token=2.4e-4
 )
 FLAT = CostModel(floor=0.01, base=0.0, per_sequence=0.0, fixed=0.0, per_context_token=0.0, per_prefill_token=1e-4)
 """A step takes 10 ms whatever runs, so T = 100 n; a prefill of 10,000 tokens takes a second."""
+
+
+@dataclass(frozen=True)
+class InstanceView:
+    """One row of a fleet."""
+
+    name: str
+    version: int
+    running: int = 0
+    waiting: int = 0
+    context: int = 0
+    kv_free: int = 0
+    max_running: int = 256
+    alive: bool = True
+    pulling: bool = False
+    speed: float = 1.0
+
+
+def fleet_of(rows: list[InstanceView]) -> Fleet:
+    columns = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
+    return Fleet.of([row.name for row in rows], **columns)
 
 
 def instance(name: str, version: int = 1, kv_free: int = 100_000, **more: Any) -> InstanceView:
@@ -28,7 +52,7 @@ def situation(
         **{
             "now": 100.0,
             "newest": max((view.version for view in instances), default=0),
-            "fleet": Fleet.of(instances),
+            "fleet": fleet_of(instances),
             "queue": queue or [],
             "room": room or {},
             "cost": COST,
@@ -37,6 +61,10 @@ def situation(
             **more,
         }
     )
+
+
+def decided(kind: Registry[Any], situation: Situation, strategies: Strategies) -> list[Any]:
+    return strategies.decide(kind, situation)
 
 
 def started(group: str, version: int, *contexts: int) -> list[Queued]:
@@ -115,7 +143,7 @@ def random_situations(draw: st.DrawFn) -> tuple[Situation, StalenessLedger]:
     return Situation(
         now=100.0,
         newest=newest,
-        fleet=Fleet.of(instances),
+        fleet=fleet_of(instances),
         queue=queue,
         room={version: ledger.room(version) for version in range(max(0, newest - staleness), newest + 1)},
         cost=COST,

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from staleflow.coordinator.migration import MOST_MOVES, migrate
+from staleflow.coordinator.migration import MOST_MOVES
 from staleflow.coordinator.situation import Interrupt, Pace, Resident, Situation
-from staleflow.coordinator.strategies import Strategies
+from staleflow.coordinator.strategies import MIGRATION, Strategies
 from staleflow.protocol import StalenessLedger
-from tests.coordinator.make_situations import clone, instance, random_situations, same, situation
+from tests.coordinator.make_situations import clone, decided, instance, random_situations, same, situation
 
 PACE = Pace(step_s=20.0, mean_tokens=1_000.0)
 ON = Strategies(migration="gain")
@@ -34,14 +34,14 @@ def thrash(*others: object) -> Situation:
 
 
 def test_a_thrashing_instance_gives_back_what_waits_inside_and_no_more() -> None:
-    moved = migrate(thrash(instance("free")), ON)
+    moved = decided(MIGRATION, thrash(instance("free")), ON)
     assert moved == [Interrupt(name, "thrashing", "thrashing") for name in ("late", "early")]
 
 
 def test_nothing_is_taken_away_that_no_other_instance_has_the_memory_for() -> None:
-    assert migrate(thrash(), ON) == []
-    assert migrate(thrash(instance("full", kv_free=2_000)), ON) == []
-    assert len(migrate(thrash(instance("room for one", kv_free=4_000)), ON)) == 1
+    assert decided(MIGRATION, thrash(), ON) == []
+    assert decided(MIGRATION, thrash(instance("full", kv_free=2_000)), ON) == []
+    assert len(decided(MIGRATION, thrash(instance("room for one", kv_free=4_000)), ON)) == 1
 
 
 @pytest.mark.parametrize(
@@ -54,64 +54,64 @@ def test_nothing_is_taken_away_that_no_other_instance_has_the_memory_for() -> No
     ],
 )
 def test_migration_to_a_lagging_instance_would_break_the_bound(target: object) -> None:
-    assert migrate(thrash(target), ON) == []
-    assert migrate(tail(target), ON) == []
+    assert decided(MIGRATION, thrash(target), ON) == []
+    assert decided(MIGRATION, tail(target), ON) == []
 
 
 def test_a_blocker_moves_to_an_instance_that_ends_it_sooner() -> None:
-    assert migrate(tail(instance("idle")), ON) == [Interrupt("b", "crowded", "tail")]
+    assert decided(MIGRATION, tail(instance("idle")), ON) == [Interrupt("b", "crowded", "tail")]
 
 
 def test_a_blocker_stays_where_moving_would_not_pay() -> None:
-    assert migrate(tail(instance("as crowded", running=99, context=390_000)), ON) == []
+    assert decided(MIGRATION, tail(instance("as crowded", running=99, context=390_000)), ON) == []
     nearly_done = [resident("long", context=90_000, generated=300)]
     one = replace(tail(instance("idle"), blockers=nearly_done), pace=replace(PACE, mean_tokens=300.0))
-    assert migrate(one, ON) == [], "the prefill of its context takes longer than its last tokens"
-    assert migrate(tail(), ON) == [], "its own instance is the best"
+    assert decided(MIGRATION, one, ON) == [], "the prefill of its context takes longer than its last tokens"
+    assert decided(MIGRATION, tail(), ON) == [], "its own instance is the best"
 
 
 def test_a_blocker_does_not_wait_for_the_pull_of_its_target() -> None:
     one = tail(instance("pulling", pulling=True))
-    assert len(migrate(one, ON)) == 1
-    assert migrate(replace(one, pull_s=1_000.0), ON) == []
+    assert len(decided(MIGRATION, one, ON)) == 1
+    assert decided(MIGRATION, replace(one, pull_s=1_000.0), ON) == []
 
 
 def test_patience_before_a_tail_is_shortened() -> None:
     one = tail(instance("idle"))
-    assert migrate(replace(one, blocked_since=91.0), ON) == []
-    assert migrate(replace(one, blocked_since=None), ON) == []
-    assert migrate(replace(one, pace=Pace()), ON) == [], "the time between two versions is unknown"
+    assert decided(MIGRATION, replace(one, blocked_since=91.0), ON) == []
+    assert decided(MIGRATION, replace(one, blocked_since=None), ON) == []
+    assert decided(MIGRATION, replace(one, pace=Pace()), ON) == [], "the time between two versions is unknown"
 
 
 def test_hysteresis_what_has_moved_often_stays() -> None:
-    assert migrate(tail(instance("idle"), blockers=[resident("b", moves=2)]), ON) == []
+    assert decided(MIGRATION, tail(instance("idle"), blockers=[resident("b", moves=2)]), ON) == []
     one = thrash(instance("free"))
-    assert migrate(replace(one, thrashing=[resident("late", moves=2)]), ON) == []
+    assert decided(MIGRATION, replace(one, thrashing=[resident("late", moves=2)]), ON) == []
 
 
 def test_never_a_whole_replica() -> None:
     blockers = [resident(f"b{at}", generated=at) for at in range(50)]
-    moved = migrate(tail(*[instance(f"idle{at}") for at in range(50)], blockers=blockers), ON)
+    moved = decided(MIGRATION, tail(*[instance(f"idle{at}") for at in range(50)], blockers=blockers), ON)
     assert len(moved) == MOST_MOVES
 
 
 def test_the_slowest_blockers_move_first() -> None:
     blockers = [resident(f"b{at}", generated=1_000 * at) for at in range(9)]
-    moved = migrate(tail(*[instance(f"idle{at}") for at in range(9)], blockers=blockers), ON)
+    moved = decided(MIGRATION, tail(*[instance(f"idle{at}") for at in range(9)], blockers=blockers), ON)
     assert [one.trajectory for one in moved] == ["b8", "b7", "b6", "b5"]
 
 
 def test_off_moves_nothing() -> None:
-    assert migrate(tail(instance("idle")), Strategies(migration="off")) == []
+    assert decided(MIGRATION, tail(instance("idle")), Strategies(migration="off")) == []
 
 
 @given(random_situations())
 def test_every_interrupt_has_somewhere_to_go(case: tuple[Situation, StalenessLedger]) -> None:
     one, _ = case
     before = clone(one)
-    moved = migrate(one, ON)
+    moved = decided(MIGRATION, one, ON)
     assert same(one, before)
-    assert moved == migrate(one, ON)
+    assert moved == decided(MIGRATION, one, ON)
     fleet = one.fleet
     residents = {each.trajectory: each for each in one.blockers + one.thrashing}
     assert len({each.trajectory for each in moved}) == len(moved)

@@ -7,11 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.coordinator.routing import route
 from staleflow.coordinator.situation import Queued, Route, Situation
 from staleflow.coordinator.strategies import ROUTING, Strategies
 from staleflow.protocol import StalenessLedger
-from tests.coordinator.make_situations import COST, clone, fresh, instance, random_situations, same, situation, started
+from tests.coordinator.make_situations import (
+    COST,
+    clone,
+    decided,
+    fresh,
+    instance,
+    random_situations,
+    same,
+    situation,
+    started,
+)
 
 WATERFALL = Strategies(mu=0.0)
 Random = tuple[Situation, StalenessLedger]
@@ -23,7 +32,7 @@ def targets(routes: list[Route]) -> dict[str, str]:
 
 def test_work_goes_where_it_gains_most() -> None:
     one = situation([instance("busy", running=60, context=120_000), instance("idle")], started("g", 1, 500))
-    assert targets(route(one, WATERFALL)) == {"g.0": "idle"}
+    assert targets(decided(ROUTING, one, WATERFALL)) == {"g.0": "idle"}
 
 
 def test_an_instance_is_not_loaded_beyond_what_is_worth_it() -> None:
@@ -32,7 +41,7 @@ def test_an_instance_is_not_loaded_beyond_what_is_worth_it() -> None:
         [item for number in range(200) for item in fresh(f"g{number}", 3_000)],
         {1: 200},
     )
-    taken = {mu: len(route(one, Strategies(mu=mu))) for mu in (0.0, 0.1, 0.3, 1.0)}
+    taken = {mu: len(decided(ROUTING, one, Strategies(mu=mu))) for mu in (0.0, 0.1, 0.3, 1.0)}
     assert taken[0.0] > taken[0.1] > taken[0.3] > taken[1.0] == 1, "an empty instance always takes one"
 
 
@@ -40,81 +49,83 @@ def test_started_groups_go_before_fresh_ones_and_the_oldest_first() -> None:
     queue = started("old", 0, 500) + started("young", 1, 500) + fresh("new", 500)
     for slots, expected in enumerate((["old.0"], ["old.0", "young.0"], ["old.0", "young.0", "new.0"]), start=1):
         one = situation([instance("i", max_running=slots)], queue, {1: 5})
-        assert list(targets(route(one, WATERFALL))) == expected
+        assert list(targets(decided(ROUTING, one, WATERFALL))) == expected
 
 
 def test_a_lagging_instance_gets_no_work_that_would_make_a_group_older_than_reserved() -> None:
     one = situation([instance("lagging", 0), instance("pulling", 2, pulling=True, running=9)], started("g", 1, 500))
-    assert route(one, WATERFALL) == [Route("g.0", "g", "pulling", 2)], "by the version after the pull"
+    assert decided(ROUTING, one, WATERFALL) == [Route("g.0", "g", "pulling", 2)], "by the version after the pull"
 
 
 def test_head_of_line_blocking_a_long_trajectory_does_not_stop_a_short_one() -> None:
     views = [instance("a", kv_free=5_000), instance("b", kv_free=6_000)]
     one = situation(views, started("long", 1, 50_000) + started("short", 1, 500))
-    assert targets(route(one, WATERFALL)) == {"short.0": "a"}
+    assert targets(decided(ROUTING, one, WATERFALL)) == {"short.0": "a"}
 
 
 def test_starvation_the_oldest_that_fits_nowhere_claims_an_instance() -> None:
     views = [instance("a", kv_free=5_000), instance("b", kv_free=6_000), instance("lagging", 0, kv_free=9_000)]
     queue = started("long", 1, 50_000) + started("longer", 1, 60_000) + fresh("new", *[500] * 40)
     for routing in ("waterfall", "least_loaded", "round_robin"):
-        routes = route(situation(views, queue, {1: 1}), Strategies(mu=0.0, routing=routing))
+        routes = decided(ROUTING, situation(views, queue, {1: 1}), Strategies(mu=0.0, routing=routing))
         assert {one.instance for one in routes} == {"a"}, "b is kept for the oldest; the others still take work"
 
 
 def test_a_fresh_group_claims_nothing() -> None:
     views = [instance("a", kv_free=5_000), instance("b", kv_free=6_000)]
-    routes = route(situation(views, fresh("long", 50_000) + fresh("short", 500), {1: 2}), WATERFALL)
+    routes = decided(ROUTING, situation(views, fresh("long", 50_000) + fresh("short", 500), {1: 2}), WATERFALL)
     assert len(routes) == 1
 
 
 def test_starvation_a_long_started_trajectory_does_not_wait_until_it_is_worth_its_place() -> None:
     views = [instance("i", running=40, context=80_000)]
     one = situation(views, started("long", 1, 60_000) + fresh("short", 60_000), {1: 1})
-    assert targets(route(one, WATERFALL)) == {"long.0": "i"}
+    assert targets(decided(ROUTING, one, WATERFALL)) == {"long.0": "i"}
 
 
 def test_an_instance_that_thrashes_or_is_dead_gets_nothing() -> None:
     views = [instance("thrashing", waiting=1), instance("dead", alive=False), instance("full", kv_free=700)]
-    assert route(situation(views, started("g", 1, 500)), WATERFALL) == []
+    assert decided(ROUTING, situation(views, started("g", 1, 500)), WATERFALL) == []
 
 
 def test_fresh_groups_only_start_where_there_is_room_and_use_it_up() -> None:
     views = [instance("old", 0), instance("new", 1, running=30, context=60_000)]
     queue = fresh("f", 500, 500) + fresh("g", 500, 500) + fresh("h", 500, 500)
-    routes = route(situation(views, queue, {0: 0, 1: 2}), WATERFALL)
+    routes = decided(ROUTING, situation(views, queue, {0: 0, 1: 2}), WATERFALL)
     assert [(one.trajectory, one.instance) for one in routes] == [(f"{g}.{m}", "new") for g in "fg" for m in (0, 1)]
 
 
 def test_room_is_shared_between_versions() -> None:
     views = [instance("old", 0), instance("new", 1)]
     queue = [item for name in "fghi" for item in fresh(name, 500)]
-    routes = route(situation(views, queue, {0: 2, 1: 2}), WATERFALL)
+    routes = decided(ROUTING, situation(views, queue, {0: 2, 1: 2}), WATERFALL)
     assert len(routes) == 2, "the two places of version 0 are also the two of version 1"
 
 
 def test_members_of_a_group_that_was_just_started_may_go_to_newer_instances_only() -> None:
     views = [instance("new", 1, running=1, max_running=2), instance("old", 0)]
-    routes = route(situation(views, fresh("f", 500, 500), {0: 0, 1: 1}), WATERFALL)
+    routes = decided(ROUTING, situation(views, fresh("f", 500, 500), {0: 0, 1: 1}), WATERFALL)
     assert targets(routes) == {"f.0": "new"}, "the other waits; the group keeps its one reservation"
 
 
 def test_concentration_fresh_work_spreads_over_all_pullers() -> None:
     views = [instance(f"i{row}", pulling=True) for row in range(8)]
-    routes = route(situation(views, [x for g in "abcd" for x in fresh(g, 500, 500)], {1: 4}), WATERFALL)
+    routes = decided(ROUTING, situation(views, [x for g in "abcd" for x in fresh(g, 500, 500)], {1: 4}), WATERFALL)
     assert {one.instance for one in routes} == {view.name for view in views}
 
 
 def test_least_loaded_takes_the_fewest_running() -> None:
     views = [instance("a", running=2, context=1), instance("b", running=1, context=90_000)]
-    assert targets(route(situation(views, started("g", 1, 5)), Strategies(routing="least_loaded"))) == {"g.0": "b"}
+    assert targets(decided(ROUTING, situation(views, started("g", 1, 5)), Strategies(routing="least_loaded"))) == {
+        "g.0": "b"
+    }
 
 
 def test_round_robin_goes_on_where_it_stopped_and_passed_over_instances_keep_their_turn() -> None:
     views = [instance("a"), instance("b", kv_free=1_000), instance("c")]
     strategies = Strategies(routing="round_robin")
     one = situation(views, started("g", 1, 2_000, 2_000, 500), turn=4)
-    assert list(targets(route(one, strategies)).values()) == ["c", "a", "b"], "b had no memory for the first"
+    assert list(targets(decided(ROUTING, one, strategies)).values()) == ["c", "a", "b"], "b had no memory for the first"
 
 
 @pytest.mark.parametrize("routing", ROUTING.entries)
@@ -129,9 +140,9 @@ def test_no_route_overfills_or_breaks_the_bound_in_any_situation(case: Random, r
     one, ledger = case
     before = clone(one)
     strategies = Strategies(routing=routing, mu=mu)  # type: ignore[arg-type]
-    routes = route(one, strategies)
+    routes = decided(ROUTING, one, strategies)
     assert same(one, before), "the situation is the caller's"
-    assert routes == route(one, strategies), "deterministic"
+    assert routes == decided(ROUTING, one, strategies), "deterministic"
     by_name = {item.trajectory: item for item in one.queue}
     assert len({each.trajectory for each in routes}) == len(routes)
     held: dict[str, int] = {}
@@ -157,14 +168,14 @@ def test_few_instances_are_looked_at_one_by_one_and_many_at_once_with_the_same_r
     one, strategies = case[0], Strategies(routing=routing, mu=mu)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("staleflow.coordinator.routing.FEW", -1)
-        at_once = route(one, strategies)
-    assert route(one, strategies) == at_once
+        at_once = decided(ROUTING, one, strategies)
+    assert decided(ROUTING, one, strategies) == at_once
 
 
 @given(random_situations(), st.sampled_from(sorted(ROUTING.entries)))
 def test_the_younger_never_gets_a_place_that_the_older_could_have_had(case: Random, routing: str) -> None:
     one, _ = case
-    routed = set(targets(route(one, Strategies(routing=routing, mu=0.0))))  # type: ignore[arg-type]
+    routed = set(targets(decided(ROUTING, one, Strategies(routing=routing, mu=0.0))))  # type: ignore[arg-type]
     waiting: list[Queued] = []
     for item in one.queue[: one.reserved]:
         if item.trajectory not in routed:
@@ -177,7 +188,7 @@ def test_long_started_contexts_are_not_gathered_on_one_instance_where_they_slow_
     """The largest gain is always where the fewest would be slowed: that sent all of them to one empty instance."""
     busy = [instance(f"busy-{at}", running=40, context=20_000, kv_free=10**6) for at in range(3)]
     one = situation([*busy, instance("empty", kv_free=10**6)], started("g", 1, *[6_000] * 24))
-    went = list(targets(route(one, WATERFALL)).values())
+    went = list(targets(decided(ROUTING, one, WATERFALL)).values())
     assert max(went.count(name) for name in one.fleet.names) <= 12
 
 
@@ -186,15 +197,17 @@ def test_fresh_work_goes_where_it_gains_most_even_if_others_are_faster() -> None
     gains = [COST.throughput(n + 1, c + 9_000) - COST.throughput(n, c) for n, c in ((1, 90_000), (25, 25_000))]
     assert gains[0] > gains[1]
     assert COST.step(2, 99_000) > COST.step(26, 34_000)
-    assert targets(route(situation(views, fresh("g", 9_000), {1: 1}), WATERFALL)) == {"g.0": "slow but roomy"}
-    assert targets(route(situation(views, started("g", 1, 9_000)), WATERFALL)) == {"g.0": "fast"}
+    assert targets(decided(ROUTING, situation(views, fresh("g", 9_000), {1: 1}), WATERFALL)) == {
+        "g.0": "slow but roomy"
+    }
+    assert targets(decided(ROUTING, situation(views, started("g", 1, 9_000)), WATERFALL)) == {"g.0": "fast"}
 
 
 @given(random_situations())
 def test_waterfall_is_a_brute_force_search_for_the_shortest_step_of_what_is_started(case: Random) -> None:
     one, _ = case
     one = replace(one, queue=one.queue[: one.reserved])
-    went, headroom = targets(route(one, WATERFALL)), WATERFALL.headroom
+    went, headroom = targets(decided(ROUTING, one, WATERFALL)), WATERFALL.headroom
     fleet, refused, claimed = one.fleet.copy(), inf, -1
     for item in one.queue:
         steps: dict[int, float] = {}
@@ -217,9 +230,9 @@ def test_waterfall_is_a_brute_force_search_for_the_shortest_step_of_what_is_star
 
 def test_deadlock_an_empty_slow_instance_still_takes_fresh_work() -> None:
     views = [instance("slow", speed=0.1)]
-    assert len(route(situation(views, fresh("g", 500), {1: 1}), Strategies(mu=0.5))) == 1
+    assert len(decided(ROUTING, situation(views, fresh("g", 500), {1: 1}), Strategies(mu=0.5))) == 1
 
 
 def test_of_two_equal_instances_the_faster_gets_the_work() -> None:
     views = [instance("slow", speed=0.5), instance("fast", speed=1.0)]
-    assert targets(route(situation(views, started("g", 1, 500)), WATERFALL)) == {"g.0": "fast"}
+    assert targets(decided(ROUTING, situation(views, started("g", 1, 500)), WATERFALL)) == {"g.0": "fast"}

@@ -8,9 +8,18 @@ from hypothesis import strategies as st
 
 from staleflow.coordinator.situation import Pace, Pull, Situation
 from staleflow.coordinator.strategies import SYNCHRONISATION, Strategies
-from staleflow.coordinator.synchronisation import synchronise
 from staleflow.protocol import StalenessLedger
-from tests.coordinator.make_situations import FLAT, clone, fresh, instance, random_situations, same, situation, started
+from tests.coordinator.make_situations import (
+    FLAT,
+    clone,
+    decided,
+    fresh,
+    instance,
+    random_situations,
+    same,
+    situation,
+    started,
+)
 
 GAIN = Strategies(synchronisation="gain", horizon=0.1, mu=0.0)
 Random = tuple[Situation, StalenessLedger]
@@ -19,7 +28,7 @@ PACE = Pace(step_s=100.0)
 
 
 def pulled(one: Situation, strategies: Strategies) -> list[str]:
-    pulls = synchronise(one, strategies)
+    pulls = decided(SYNCHRONISATION, one, strategies)
     assert all(pull.version == one.newest for pull in pulls)
     return [pull.instance for pull in pulls]
 
@@ -49,7 +58,7 @@ def test_greedy_pulls_everything_that_is_behind_and_nothing_else() -> None:
         instance("dead", 0, alive=False),
         instance("pulling", 0, pulling=True),
     ]
-    assert synchronise(situation(views), Strategies(synchronisation="greedy")) == [Pull("behind", 1)]
+    assert decided(SYNCHRONISATION, situation(views), Strategies(synchronisation="greedy")) == [Pull("behind", 1)]
 
 
 def test_starved_leaves_what_runs_alone() -> None:

@@ -6,8 +6,7 @@ import pytest
 
 from staleflow.coordinator.situation import Abort, Pace, Resident, Situation, Truncate
 from staleflow.coordinator.strategies import TAIL, Strategies
-from staleflow.coordinator.tail import end_tail
-from tests.coordinator.make_situations import instance, situation, started
+from tests.coordinator.make_situations import decided, instance, situation, started
 
 REPLACE, TRUNCATE = Strategies(tail="replace"), Strategies(tail="truncate")
 
@@ -18,15 +17,15 @@ def stuck(groups: int) -> Situation:
 
 
 def test_wait_ends_nothing() -> None:
-    assert end_tail(stuck(1), Strategies(tail="wait")) == []
+    assert decided(TAIL, stuck(1), Strategies(tail="wait")) == []
 
 
 def test_replace_gives_up_each_group_once() -> None:
-    assert end_tail(stuck(2), REPLACE) == [Abort("g0", "tail"), Abort("g1", "tail")]
+    assert decided(TAIL, stuck(2), REPLACE) == [Abort("g0", "tail"), Abort("g1", "tail")]
 
 
 def test_truncate_ends_each_unfinished_trajectory() -> None:
-    assert end_tail(stuck(1), TRUNCATE) == [Truncate("0.0", "i"), Truncate("0.1", "i")]
+    assert decided(TAIL, stuck(1), TRUNCATE) == [Truncate("0.0", "i"), Truncate("0.1", "i")]
 
 
 @pytest.mark.parametrize("mode", TAIL.entries)
@@ -40,9 +39,9 @@ def test_a_step_that_waits_for_much_or_not_for_long_is_left_alone(mode: str) -> 
         replace(one, blocked_since=None),
         replace(one, pace=Pace()),
     ):
-        assert end_tail(other, strategies) == []
+        assert decided(TAIL, other, strategies) == []
 
 
 def test_age_alone_is_no_reason_to_throw_anything_away() -> None:
     one = replace(stuck(0), queue=started("interrupted long ago", 0, 9_000), newest=50)
-    assert end_tail(one, REPLACE) == end_tail(one, TRUNCATE) == []
+    assert decided(TAIL, one, REPLACE) == decided(TAIL, one, TRUNCATE) == []

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from staleflow.observe import terminal
 from staleflow.observe.status import InstanceStatus, Status
-from staleflow.observe.terminal import TerminalView, plain_line, render
+from staleflow.observe.terminal import StatusView, TerminalView, plain_line
 
 INSTANCES = (
     InstanceStatus("rollout-0", 41, 16, 0, 9000, 65536, tokens_per_s=1234.5),
@@ -62,7 +62,7 @@ class Clock:
 def drawn(status: Status, width: int, height: int = 40, encoding: str = "utf-8") -> list[str]:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, newline="\n")
-    Console(file=file, width=width, height=height, force_terminal=False).print(render(status))
+    Console(file=file, width=width, height=height, force_terminal=False).print(StatusView(status))
     file.flush()
     return raw.getvalue().decode(encoding).split("\n")[:-1]
 
@@ -204,6 +204,16 @@ def test_plain_lines_by_example() -> None:
         "1.24M tokens, 5.31k/s  wasted 1.2 %  idle 4.0 %  loss -0.0123  down: rollout-2  waits for 2 groups of step 42"
     )
     assert "loss nan" in plain_line(replace(STATUS, loss=math.nan))
+    assert "held-out 0.842 (step 40)" in plain_line(replace(STATUS, binary=False)), "no share where it is not one"
+    shares = plain_line(replace(STATUS, cut=0.8, without_signal=0.75, left_out=0.05))
+    assert "cut 80 %  no signal 75 %  left out 5.0 %" in shares
+
+
+def test_the_view_shows_what_is_cut_without_signal_and_left_out() -> None:
+    status = replace(STATUS, cut=0.8, without_signal=0.75, left_out=0.05)
+    shown = "\n".join("".join(text for text, _ in line) for line in terminal.layout(status, 120, 40))
+    assert "80 % of responses cut" in shown
+    assert "75 % without signal, 5.0 % of prompts left out" in shown
 
 
 # The view
@@ -213,7 +223,7 @@ def test_a_file_gets_one_plain_line_per_step_and_no_escape_codes(monkeypatch: py
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich would take any file for a terminal
     file = io.StringIO()
     with TerminalView(file) as view:
-        assert not view.live
+        assert view._live is None
         for step in (1, 1, 2):
             view.update(replace(STATUS, step=step))
             view.line(replace(STATUS, step=step))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.reward.judge import IN_A_ROW, Judge
+from staleflow.reward.judge import IN_A_ROW, Judge, Judgement
 from staleflow.reward.options import Reward
 from staleflow.reward.pool import RewardPool
 from staleflow.tasks.task import Problem
@@ -37,7 +37,7 @@ async def asked(options: Reward, names: list[str], on_away: Callable[[str], None
     found: dict[str, float | str] = {}
     done = asyncio.Event()
 
-    def hear(name: str, answer: float | str) -> None:
+    def hear(name: str, answer: float | str, _parts: tuple[float, ...] = ()) -> None:
         found[name] = answer
         if len(found) == len(names):
             done.set()
@@ -88,7 +88,7 @@ def test_a_reward_that_hangs_in_an_evaluation_is_named_and_does_not_stop_it() ->
     moves: list[None] = []
     answers = [(Problem("", {"at": at}), (1, 2)) for at in range(4)]
     judged = judge(answers, lambda: moves.append(None))
-    assert judged[0::2] == [1.0, 1.0]
+    assert judged[0::2] == [Judgement(1.0), Judgement(1.0)]
     assert all("took more than 0.5 s" in str(why) for why in judged[1::2])
     assert moves
 

@@ -34,7 +34,7 @@ class Desk:
         self.answers: dict[str, float | str] = {}
         self._came = asyncio.Event()
 
-    def _answer(self, name: str, answer: float | str) -> None:
+    def _answer(self, name: str, answer: float | str, _parts: tuple[float, ...] = ()) -> None:
         assert name not in self.answers, "answered twice"
         self.answers[name] = answer
         self._came.set()
@@ -77,7 +77,7 @@ def test_bad_rewards_are_failures_with_a_reason_and_cost_no_other_response_anyth
         assert answers["infinite"] == "the reward is inf: return a finite number"
         assert answers["string"] == "the reward is '1.0', a str: return a number"
         assert "NoneType" in str(answers["none"])
-        assert answers["exception"] == "KeyError: 'no such\\nthing'"
+        assert answers["exception"] == "KeyError: 'no such\\nthing' (functions.py, line 30)"
         assert "exit code 3" in str(answers["crash"])
         assert "keep to JSON values" in str(answers["unsendable"])
 
@@ -133,7 +133,7 @@ def test_async_rewards_are_awaited() -> None:
         async with desk(function="later") as pool:
             pool.pool.submit("a", PROBLEM, Chunk.of(0, [1, 2]).tokens)
             pool.pool.submit("b", PROBLEM, text="exception")
-            assert await pool.all(2) == {"a": 7.0, "b": "RuntimeError: too late"}
+            assert await pool.all(2) == {"a": 7.0, "b": "RuntimeError: too late (functions.py, line 47)"}
 
     run(main())
 
@@ -158,13 +158,13 @@ def test_a_response_is_not_scored_twice_at_once() -> None:
 
 def test_the_port_looks_up_the_problem_and_the_tokens() -> None:
     task = Adder()
-    asked: list[tuple[str, Problem, bytes]] = []
+    asked: list[tuple[str, Problem, bytes, bool]] = []
     pool = RewardPool(Reward(workers=2), lambda *_: None, lambda *_: None)
-    pool.submit = lambda *job: asked.append(job)  # type: ignore[method-assign]
-    port = PoolPort(pool, task.problem, lambda _name: b"\x07\0\0\0")
+    pool.submit = lambda *job, cut: asked.append((*job, cut))  # type: ignore[method-assign]
+    port = PoolPort(pool, task.problem, lambda _name: b"\x07\0\0\0", lambda tokens: tokens[-4:] == b"\x07\0\0\0")
     trajectory = Trajectory("p3/0", Group("p3", 3, 0, 4, 1), state="generated")
     port.score(trajectory)
-    assert asked == [("p3/0", task.problem(3), b"\x07\0\0\0")]
+    assert asked == [("p3/0", task.problem(3), b"\x07\0\0\0", True)]
     trajectory.state = "aborted"  # while the request waited for the journal
     port.score(trajectory)
     assert len(asked) == 1
@@ -302,8 +302,8 @@ def test_a_listener_that_fails_stops_nobody() -> None:
         async with desk() as pool:
             hear = pool.pool._on_reward
 
-            def fail(name: str, reward: float) -> None:
-                hear(name, reward)
+            def fail(name: str, reward: float, parts: tuple[float, ...]) -> None:
+                hear(name, reward, parts)
                 raise RuntimeError("a mistake of the listener")
 
             pool.pool._on_reward = fail

@@ -36,3 +36,22 @@ def test_time_to_90_is_when_the_version_was_made_and_not_when_it_was_measured() 
     record.evaluated(2, 0.80)
     record.evaluated(3, 0.91)
     assert record.seconds_to_goal == 30.0
+
+
+def test_the_best_version_and_the_evaluations_since_are_of_the_chosen_figure() -> None:
+    record = Record(bound=1)
+    assert (record.best("reward"), record.without_better("reward")) == (None, 0)
+    for version, reward, passed in ((0, 0.2, 0.3), (5, 0.6, 0.3), (10, 0.6, 0.4), (15, 0.5, 0.35)):
+        record.evaluated(version, reward, {"reward": reward, "pass@4": passed})
+    assert (record.best("reward"), record.without_better("reward")) == ((5, 0.6), 2)
+    assert (record.best("pass@4"), record.without_better("pass@4")) == ((10, 0.4), 1)
+    evaluations = record.summary(StalenessLedger(1, 1).counts())["accuracy"]
+    assert evaluations[-1] == {"step": 15, "seconds": 0.0, "accuracy": 0.5, "pass@4": 0.35}
+
+
+def test_rewards_that_are_not_zero_or_one_have_no_time_to_90_percent() -> None:
+    record = Record(bound=1)
+    record.evaluated(1, 0.95, {"reward": 0.95}, binary=False)
+    record.evaluated(2, 1.0, {"reward": 1.0}, binary=True)
+    summary = record.summary(StalenessLedger(1, 1).counts())
+    assert (summary["binary"], summary["seconds_to_90"]) == (False, None)

@@ -1,6 +1,7 @@
 """The trainer's feed: each group reaches exactly one committed step, whenever the trainer dies."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from staleflow.coordinator.strategies import Consume
 from staleflow.runtime.feed import TrainerFeed
-from staleflow.servers.lifecycle import Trajectory
+from staleflow.servers.lifecycle import Group, Trajectory
 from tests.runtime.fakes import FakeTrainer
 from tests.servers.small_server import admitted, empty_server, finish
 
@@ -133,10 +134,33 @@ def test_a_push_is_news_once_and_only_for_a_full_step() -> None:
 def test_a_control_plane_that_comes_back_makes_the_trainer_forget_half_a_step() -> None:
     bench = Bench()
     bench.complete(1)
-    assert not bench.feed.recover()
+    assert not bench.feed.back()
     assert (bench.trainer.resets, bench.ledger.taken) == (1, 0)
     bench.feed.push_on()
     assert bench.trainer.names() == ["p0"]
+
+
+@pytest.mark.parametrize("consume", ["stream", "batch"])
+def test_a_group_that_is_completed_while_others_are_handed_over_does_not_end_the_step_twice(consume: Consume) -> None:
+    """What is said to the trainer may let others speak at once, and what they say may fill the step."""
+    bench = Bench(consume)
+    first, second = admitted(bench.server, 2)
+    finish(bench.server, first)
+    feed = bench.trainer.feed
+
+    def answered_at_once(step: int, groups: Sequence[Group]) -> None:
+        feed(step, groups)
+        if not second.complete:
+            finish(bench.server, second)
+        bench.feed.push_on()
+
+    bench.trainer.feed = answered_at_once
+    bench.feed.push_on()
+    if consume == "batch":
+        finish(bench.server, second)
+        bench.feed.push_on()
+    assert bench.trainer.names() == ["p0", "p1"]
+    assert bench.trainer.finished == [0]
 
 
 def test_groups_given_up_to_fill_a_step_are_dropped_where_they_run() -> None:

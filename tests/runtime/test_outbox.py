@@ -96,6 +96,25 @@ def test_groups_are_fed_at_once_but_no_step_is_finished_before_it_is_durable() -
     assert (trainer.fed, trainer.finished) == ([(0, "p0"), (1, "p0")], [0])
 
 
+def test_the_end_of_a_step_that_waited_for_a_full_disk_is_not_said_to_the_trainer_that_took_over_meanwhile() -> None:
+    """It would have finished a step of which it knew nothing, and the groups would have counted as trained."""
+    journal = Behind()
+    outbox, trainer = Outbox(journal), FakeTrainer()
+    held, group = HeldTrainer(trainer, outbox), Group("p0", 0, 0, 10, 1)
+    journal.append(("consume",))
+    held.feed(0, [group])
+    held.finish(0)
+    trainer.reset()  # it died, and another is there
+    held.reset()
+    held.feed(0, [group])
+    assert (trainer.fed, trainer.finished) == ([], [])
+    journal.synced = 1
+    outbox.release()
+    assert (trainer.fed, trainer.finished) == ([(0, "p0")], [])
+    held.finish(0)
+    assert trainer.finished == [0]
+
+
 def test_how_long_the_end_of_a_step_waited_for_the_journal_is_told() -> None:
     async def main() -> None:
         journal, waits, trainer = Behind(), list[float](), FakeTrainer()

@@ -105,6 +105,54 @@ def test_a_step_whose_push_was_seen_only_after_the_restart_is_not_the_end_of_the
     on_virtual_time(main())
 
 
+def test_a_step_that_the_trainer_ends_while_the_control_plane_is_restarted_is_not_trained_again() -> None:
+    """A reset would come after the push; so nothing is said until the trainer has said which version it holds."""
+
+    async def main() -> None:
+        world = World()
+        world.start(steps=3)
+        await asyncio.sleep(1)
+        world.finish_and_score("p0/0", "p1/0")
+        again = World()
+        again.server.replay(world.journal.events)
+        again.control.recover(trainer_there=False)
+        again.start(steps=3)
+        await asyncio.sleep(1)
+        assert (again.trainer.resets, again.trainer.fed) == (0, []), "it may still be at work on step 0"
+        again.trainer.version = 1
+        again.control.on_trainer_back()
+        assert again.server.ledger.version == 1
+        again.finish_and_score("p2/0", "p3/0")
+        assert again.trainer.fed == [(1, "p2"), (1, "p3")]
+
+    on_virtual_time(main())
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_an_instance_holds_for_a_control_plane_that_died_continues_only_if_nobody_else_has_it(late: bool) -> None:
+    async def main() -> None:
+        world = World()
+        world.start()
+        await asyncio.sleep(1)
+        held = [(each.trajectory, each.epoch) for each in world.instances["i0"].submitted]
+        instance = FakeInstance("i0")
+        instance.holding = [*held, ("p77/0", 1)]
+        again = World(instances=())
+        again.server.replay(world.journal.events)
+        if not late:
+            again.control.join(instance)
+        again.control.recover()
+        if late:
+            again.control.join(instance)
+        assert instance.aborted == (instance.holding if late else [("p77/0", 1)])
+        assert {each.state for each in again.server if each.epoch} == {"queued" if late else "running"}
+        again.start()
+        await asyncio.sleep(1)
+        assert {each.trajectory for each in instance.submitted}.isdisjoint(dict(held)) != late
+
+    on_virtual_time(main())
+
+
 def test_a_surplus_member_that_cannot_be_scored_does_not_take_its_complete_group_down() -> None:
     async def main() -> None:
         world = World(extra=1, consume="batch", settings={"reward_tries": 1})

@@ -126,7 +126,7 @@ def test_a_limit_too_small_for_one_step_is_refused_at_the_start() -> None:
 # Batches
 
 
-def test_a_batch_is_packed_whole_with_the_version_of_each_token() -> None:
+def test_a_batch_is_packed_whole() -> None:
     server = new_server(MemoryJournal())
     acts = RandomActs(server, Random(3))
     while not server.ledger.taken:
@@ -135,15 +135,12 @@ def test_a_batch_is_packed_whole_with_the_version_of_each_token() -> None:
     rows = server.rows(groups)
     assert [row.name for row in rows] == [m.name for g in groups for m in g.members if m.state == "complete"]
     packed = pack(rows)
-    assert packed.names == tuple(row.name for row in rows)
     for index, row in enumerate(rows):
         part = slice(packed.starts[index], packed.starts[index + 1])
         prompt = packed.prompt_lengths[index]
         assert np.array_equal(packed.tokens[part], np.concatenate([row.prompt, row.tokens]))
         assert np.array_equal(packed.logprobs[part][prompt:], row.logprobs)
         assert not packed.logprobs[part][:prompt].any()
-        versions = [version for version, count in row.spans for _ in range(count)]
-        assert packed.versions[part].tolist() == [-1] * prompt + versions
         assert row.tokens.tobytes() == content(row.name, 0, row.tokens.size).tokens
         assert packed.rewards[index] == row.reward
 

@@ -13,7 +13,7 @@ from staleflow.config import Config, ConfigError, load
 from staleflow.servers.payloads import TOKEN
 from staleflow.tasks import adder
 from staleflow.tasks.adder import Adder
-from staleflow.tasks.opening import TaskSet, model_folder, open_task, stop_tokens
+from staleflow.tasks.opening import TaskSet, model_folder, open_task, stop_tokens, was_cut
 from staleflow.tasks.task import TaskError
 
 WORDS = ["<unk>", "<end>", "<user>", "<model>", "Q:", "sum", *map(str, range(100))]
@@ -205,3 +205,45 @@ def test_gsm8k_is_read_from_its_path(folder: Path) -> None:
     task = open_config(config, folder)
     assert len(task.held_out) == 16
     assert "####" in task.prompts.problem(0).facts["answer"]
+
+
+def test_messages_are_asked_as_they_are_and_split_as_texts_are(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    said = [[{"role": "user", "content": str(at)}, {"role": "assistant", "content": "sum"}] for at in range(20)]
+    path.write_text("\n".join(json.dumps({"prompt": each, "answer": 1}) for each in [*said, *said]) + "\n")
+    task = opened(folder, path, "data.chat=true", "data.held_out_count=5")
+    held = [problem.prompt for _, problem in task.held_out]
+    assert len(held) == 5
+    assert not [prompt for prompt in held if str(prompt) in trained(task, 30)]
+    first = task.prompts.problem(0).prompt
+    words = [WORDS[token] for token in np.frombuffer(task.prompts.ids(0), TOKEN)]
+    assert words == ["<user>", first[0]["content"], "<user>", "sum", "<model>"]  # type: ignore[index]
+    system = opened(folder, path, "data.chat=true", "data.held_out_count=5", "data.system=sum")
+    assert len(system.prompts.ids(0)) == len(task.prompts.ids(0)) + 2 * TOKEN.itemsize
+    with pytest.raises(TaskError, match=r"give data\.chat=true"):
+        opened(folder, path)
+
+
+def test_what_is_left_out_is_counted_and_said(folder: Path, tmp_path: Path) -> None:
+    path = rows(tmp_path / "a.jsonl", *range(20))
+    path.write_text(path.read_text() + json.dumps({"prompt": "1 2 3 4 5 6 7 8 9", "answer": 1}) + "\n")
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "99", "answer": 1}) + "\n")
+    task = opened(folder, path, f"data.held_out={tmp_path / 'held.jsonl'}", "data.max_prompt_tokens=8")
+    assert (task.size, task.left_out) == (20, 1)
+    assert task.about() == (
+        "20 problems to train on, 1 held out; 1 are left out: empty, or longer than data.max_prompt_tokens=8"
+    )
+
+
+def test_a_response_is_cut_unless_an_end_token_or_a_stop_string_ended_it(folder: Path, tmp_path: Path) -> None:
+    task = opened(folder, rows(tmp_path / "a.jsonl", *range(20)))
+    number = {word: at for at, word in enumerate(WORDS)}
+
+    def ids(*words: str) -> bytes:
+        return np.asarray([number[word] for word in words], TOKEN).tobytes()
+
+    cut = was_cut(task, ())
+    assert [cut(ids("1", "<end>")), cut(ids("1", "2")), cut(ids("sum", "Q:"))] == [False, True, True]
+    assert cut(b"")
+    assert not was_cut(task, ("um Q:",))(ids(*["2"] * 30, "sum", "Q:"))
+    assert was_cut(task, ("um Q:",))(ids("sum", "Q:", *["2"] * 30)), "it would have ended there"

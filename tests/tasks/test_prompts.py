@@ -73,9 +73,8 @@ def test_a_task_is_numbered_without_end() -> None:
     assert tuple(np.frombuffer(prompts.ids(10**9), TOKEN).tolist()) == Adder(5).problem(10**9).prompt
 
 
-def test_a_limit_ends_a_task() -> None:
-    prompts = TaskPrompts(Adder(), "held-out", limit=3)
-    assert [prompts.tokens(number) for number in range(5)] == [4, 4, 4, None, None]
+def test_a_split_of_a_task_has_its_own_problems() -> None:
+    prompts = TaskPrompts(Adder(), "held-out")
     assert prompts.problem(1) == Adder().problem(1, "held-out")
 
 

@@ -190,7 +190,7 @@ def test_reasoning_gym_entries_keep_what_their_scorer_needs(monkeypatch: pytest.
 def test_a_hostile_row_is_named_by_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, why: str
 ) -> None:
-    monkeypatch.setattr("staleflow.tasks.rows.LARGEST", 2**20)
+    monkeypatch.setattr("staleflow.tasks.sources.LARGEST", 2**20)
     path = jsonl(tmp_path / "data.jsonl", '{"prompt": "a", "answer": "1"}', row)
     with pytest.raises(TaskError) as error:
         read_jsonl(path)

@@ -1,18 +1,27 @@
 """Versions that were kept are evaluated as they were, however many came after."""
 
+import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from staleflow.reward.function import Response, checked
+from staleflow.reward.judge import Judgement
 from staleflow.rollout.builtin import EngineOptions, TorchEngine
 from staleflow.rollout.engine import Sampling
 from staleflow.tasks.base_model import new_model
 from staleflow.tasks.task import Problem
-from staleflow.workers.evaluator import Evaluator, Judged
+from staleflow.types import Evaluated
+from staleflow.workers.best import Best
+from staleflow.workers.evaluator import Evaluator, Judged, figures, pass_at
 from tests.tiny_models import TINY, save_tiny
 
 PROBLEMS = [((5 + at, 7), Problem("", {"at": at})) for at in range(6)]
@@ -42,12 +51,12 @@ def evaluator(folder: Path, store: Store, reward: Any) -> Evaluator:
 
 
 def in_process(reward: Any) -> Judged:
-    def judge(answers: Sequence[tuple[Problem, Sequence[int]]], moved: Callable[[], None]) -> list[float | str]:
+    def judge(answers: Sequence[tuple[Problem, Sequence[int]]], moved: Callable[[], None]) -> list[Judgement | str]:
         moved()
-        found: list[float | str] = []
+        found: list[Judgement | str] = []
         for problem, tokens in answers:
             try:
-                found.append(checked(reward(problem, Response("", tuple(tokens)))))
+                found.append(Judgement(checked(reward(problem, Response("", tuple(tokens))))))
             except Exception as error:
                 found.append(str(error))
         return found
@@ -101,3 +110,50 @@ def test_responses_that_cannot_be_scored_are_counted_and_are_no_zeros(folder: Pa
     assert "the service is down" in evaluated.why
     none = next(evaluator(folder, Store(), lambda *_: torch.nan).evaluate())
     assert (none.accuracy, none.failed) == (None, 6)
+
+
+def test_several_responses_to_a_problem_give_pass_at_k(folder: Path) -> None:
+    engine = TorchEngine(folder, EngineOptions(kv_tokens=256, max_running=8, threads=1), version=-1)
+    judge = in_process(lambda _, response: float(sum(response.tokens) % 2))
+    sampling = Sampling(temperature=1.0, max_tokens=8)
+    evaluated = next(Evaluator(engine, Store(), PROBLEMS, sampling, judge, folder / "kept", samples=4).evaluate())
+    assert evaluated.binary
+    assert evaluated.accuracy == evaluated.figures["reward"]
+    assert set(evaluated.figures) == {"reward", "pass@2", "pass@4"}
+    assert evaluated.figures["reward"] < evaluated.figures["pass@2"] < evaluated.figures["pass@4"]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
+def test_pass_at_k_is_the_share_of_all_choices_that_hold_a_right_one(right: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(right)))
+    choices = list(combinations(right, k))
+    assert pass_at(k, len(right), sum(right)) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+def test_several_rewards_are_reported_by_name_and_pass_at_k_only_of_zeros_and_ones() -> None:
+    scored = [(0, Judgement(1.5, (1.0, 0.5))), (0, Judgement(0.5, (0.0, 0.5)))]
+    assert figures(scored, ("correct", "brief")) == {"reward": 1.0, "correct": 0.5, "brief": 0.5}
+    assert figures([], ("correct", "brief")) == {}
+
+
+def test_the_best_version_is_kept_as_a_model_and_no_worse_one_takes_its_place(folder: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "checkpoints" / "best"
+    kept.parent.mkdir()
+    model = new_model(TINY, seed=3)
+    best = Best(kept, folder, "reward")
+
+    def offered(version: int, value: float) -> str:
+        with torch.no_grad():
+            model.lm_head.weight.fill_(version)
+        return best.offer(Evaluated(version, value, 0.0, 0, "", figures={"reward": value}), dict(model.state_dict()))
+
+    assert [offered(0, 0.2), offered(5, 0.6), offered(10, 0.5)] == [""] * 3
+    assert json.loads((kept / "best.json").read_text()) == {"version": 5, "figure": "reward", "value": 0.6}
+    loaded = AutoModelForCausalLM.from_pretrained(kept)
+    assert (loaded.lm_head.weight == 5).all()
+    assert AutoTokenizer.from_pretrained(kept).eos_token == "</s>"
+    assert [each.name for each in kept.parent.iterdir()] == ["best"]
+    again = Best(kept, folder, "reward")  # the evaluator of a resumed run
+    assert again.offer(Evaluated(11, 0.6, 0.0, 0, "", figures={"reward": 0.6}), {}) == ""
+    shutil.rmtree(kept.parent)
+    assert "could not be written" in offered(15, 0.9)

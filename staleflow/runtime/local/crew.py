@@ -1,6 +1,6 @@
 """The processes of a run: started or adopted, listened to, replaced when they die, and stopped.
 
-    crew = Crew(directory, model, placement([0, 1], instances=2), Watchdog(), on_death)
+    crew = Crew(directory, model, placement([0, 1], ["i0", "i1"]), Watchdog(), on_death)
     await crew.listen()
     crew.start("instance", "i0", hear, ended)
     crew.send("i0", message)
@@ -61,6 +61,8 @@ class Crew:
         self.restarts = Restarts()
         self.optional: set[str] = set()
         """Those that the run can do without."""
+        self.leaving: set[str] = set()
+        """Those that are not replaced when they die: they are to be retired."""
         self._wanted: set[str] | None = None
         """Those that are replaced when they die; None: all."""
         self.failure = self._no_failure()
@@ -77,6 +79,7 @@ class Crew:
         """Processes of an earlier control plane that nobody has adopted yet."""
         self._stopping = False
         self._replacing: set[asyncio.Task[None]] = set()
+        self._retiring: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> None:
         """Processes can connect from now on, and those that are there already can be adopted."""
@@ -115,6 +118,8 @@ class Crew:
         child = self.children[name] = Child(setup, self._directory.log(name), self._term)
 
         def on_end() -> None:
+            if not self._is(child):
+                return
             self.watchdog.forget(name)
             if self._matters(name):
                 ended(child)
@@ -161,6 +166,22 @@ class Crew:
                 child.kill()
         return found
 
+    def place(self, places: Mapping[str, Place]) -> None:
+        """Others come or go: everybody moves together, or has more room."""
+        self._places = places
+        for name, child in self.children.items():
+            if name in places:
+                child.move(places[name].cores)
+
+    def retire(self, name: str) -> None:
+        """End a process for good; one that is to be started again is not."""
+        self.leaving.discard(name)
+        self.watchdog.forget(name)
+        if (child := self.children.pop(name, None)) is not None:
+            task = asyncio.get_running_loop().create_task(child.stop(), name=f"end of {name}")
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+
     def only(self, *names: str) -> None:
         """The run has failed. To save it, these are needed, and replaced once more if they die."""
         self._wanted, self.failure = set(names), self._no_failure()
@@ -195,7 +216,7 @@ class Crew:
         for task in self._replacing:
             task.cancel()
         await asyncio.gather(*self._replacing, return_exceptions=True)
-        await asyncio.gather(*(child.stop() for child in self.children.values()))
+        await asyncio.gather(*self._retiring, *(child.stop() for child in self.children.values()))
         if self._server is not None:
             self._server.close()
             self._socket.unlink(missing_ok=True)
@@ -210,9 +231,12 @@ class Crew:
             channel.close()  # its turn comes: it tries again
 
     def _hear(self, child: Child, message: Any, hear: Hear) -> None:
+        if not self._is(child):
+            return  # it has been retired
         if isinstance(message, Broken):
             child.broken = True
-            self.fail(f"{child.name}: {message.why}")
+            if child.name not in self.optional:
+                self.fail(f"{child.name}: {message.why}")
             return
         if isinstance(message, Ready):
             self.watchdog.done(child.name, "start", _now())
@@ -223,19 +247,24 @@ class Crew:
         except Exception as error:  # a mistake of ours: the run ends with its own traceback
             self.fail(error)
 
+    def _is(self, child: Child) -> bool:
+        """Whether it is the one that goes by its name now."""
+        return self.children.get(child.name) is child
+
     def _matters(self, name: str) -> bool:
         return not self._stopping and not self.failure.done() and (self._wanted is None or name in self._wanted)
 
     async def _replace(self, child: Child, hear: Hear, ended: Callable[[Child], None]) -> None:
         name, role = child.name, child.setup.role
         how = await child.how_it_ended()
-        pause_s = self.restarts.died(name, _now())
+        ends = not self._is(child) or name in self.leaving or (child.broken and name in self.optional)
+        pause_s = None if ends else self.restarts.died(name, _now())
         self._on_death(child, how, pause_s)
-        if not self._matters(name) or child.broken:
+        if not self._matters(name) or child.broken or ends:
             return
         if pause_s is not None:
             await asyncio.sleep(pause_s)
-            if not self._matters(name) or self.children[name] is not child:
+            if not self._matters(name) or not self._is(child):
                 return
             try:
                 self.start(role, name, hear, ended)

@@ -43,6 +43,7 @@ class Hearing:
         run, now = self._run, self._run.loop.time()
         port = run.instances.get(child.name)
         if port is None or port.child is not child:
+            run.count_instances()
             port = run.instances[child.name] = RemoteInstance(child, child.setup.incarnation)
         port.hear(message)
         run.costs.hear(message.costs)
@@ -50,19 +51,23 @@ class Hearing:
         run.watchdog.asked(child.name, "report", "its next report", now)
         if not run.training:
             self.early.append(message)
-        elif child.ready.is_set():
+        elif port.joined:
             run.control.on_report(message)
-        if not child.ready.is_set() and (not child.adopted or message.held is not None):
+        if not child.adopted or message.held is not None:
             child.ready.set()
-        trusted = run.crew.restarts.trusted(child.name, now - port.since)
-        if run.training and child.ready.is_set() and not port.joined and trusted:
+            run.crew.optional.discard(child.name)  # it works: from now on the run counts on it
+        trusted = child.ready.is_set() and run.crew.restarts.trusted(child.name, now - port.since)
+        if run.training and trusted and not port.joined:
             run.join(port)
+            if child.name in run.crew.leaving:
+                run.control.drain(child.name)
 
     def instance_ended(self, child: Child) -> None:
         run = self._run
         if (port := run.instances.get(child.name)) is not None:
-            run.record.instance_busy_s += port.busy_s
             run.record.tokens_lost += port.unseen()
+            run.record.instance_busy_s += port.busy_s
+            port.busy_s = 0.0
         if run.training:
             run.control.left(child.name)
 
@@ -129,18 +134,36 @@ class Hearing:
         if message.failed:
             what = f"{message.failed} held-out responses of version {message.version}"
             run.failed("evaluation", "responses not scored", f"{what} could not be scored, last: {message.why}")
+        if message.trouble:
+            run.failed("checkpoint", "best not written", message.trouble)
         if message.accuracy is None:
             return
-        run.record.evaluated(message.version, message.accuracy)
-        goal = run.config.stop_at
-        if goal is not None and message.accuracy >= goal and run.training:
+        run.record.evaluated(message.version, message.accuracy, message.figures, message.binary)
+        if (why := self._enough(message)) and run.training:
+            run.incidents.note(f"the run ends early: {why}")
+            run.stopped_early = why
             run.control.stop()
+
+    def _enough(self, message: Evaluated) -> str:
+        """Why the run need not continue, if so."""
+        config = self._run.config
+        goal, patience, figure = config.stop_at, config.evaluation.patience, config.evaluation.figure
+        value = message.figures.get(figure)
+        if value is None:
+            self._run.incidents.note(f"{figure} was not measured: it is for rewards of 0 and 1")
+        elif goal is not None and value >= goal:
+            return f"{figure} of version {message.version} is {value:.4g}, and stop_at={goal:g}"
+        elif patience and self._run.record.without_better(figure) >= patience:
+            return f"{figure} has not become better in {patience} evaluations (evaluation.patience)"
+        return ""
 
     # Reward workers
 
-    def reward(self, name: str, reward: float) -> None:
+    def reward(self, name: str, reward: float, parts: tuple[float, ...]) -> None:
         self._failures = 0
         self.scored += 1
+        if name in self._run.payloads:  # otherwise its group was given up
+            self._run.samples.scored(name, parts, self._run.payloads.token_bytes(name))
         self._run.control.on_scored(name, reward)
 
     def reward_failed(self, name: str, why: str) -> None:

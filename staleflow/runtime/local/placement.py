@@ -4,7 +4,7 @@ Two compute processes that spin on the same cores are slower than one after the 
 its own where there are enough, and one thread where there are not. The trainer then goes first: it trains whatever is
 complete while the instances take what it leaves, which keeps the data young at no loss of throughput. ::
 
-    placement([0, 1], instances=2)["trainer"].threads == 1
+    placement([0, 1], ["i0", "i1"])["trainer"].threads == 1
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,16 @@ class Place(NamedTuple):
     nice: int = 0
 
 
-def placement(cores: Sequence[int], instances: int, threads: int | None = None, pin: bool = True) -> dict[str, Place]:
-    """By process: ``trainer``, ``evaluator``, and the instances ``i0``, ``i1``, ..."""
-    everywhere = tuple(cores)
+def placement(
+    cores: Sequence[int], names: Sequence[str], threads: int | None = None, pin: bool = True
+) -> dict[str, Place]:
+    """By process: ``trainer``, ``evaluator``, and the instances of these names."""
+    everywhere, instances = tuple(cores), len(names)
     share = len(cores) // (instances + 1)
     places: dict[str, Place] = {}
-    for at in range(instances):
+    for at, name in enumerate(names):
         own = everywhere[at * share : (at + 1) * share] if share else (everywhere[at % len(cores)],)
-        places[f"i{at}"] = Place(own, threads or max(1, share), nice=0 if share else 5)
+        places[name] = Place(own, threads or max(1, share), nice=0 if share else 5)
     left = everywhere[instances * share :] if share else everywhere
     places["trainer"] = Place(left, threads or (len(left) if share else 1))
     places["evaluator"] = Place(everywhere, 1, nice=10)

@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,13 @@ class Child:
                 self.send(Kept(number))
             heard = self._channel.heard
             self._unkept = (heard, position) if heard > number else (0, 0)
+
+    def move(self, cores: Sequence[int]) -> None:
+        """To other cores, with all its threads; it keeps their number."""
+        if hasattr(os, "sched_setaffinity"):
+            with suppress(OSError):  # it has ended, or cores have been taken away
+                for thread in os.listdir(f"/proc/{self.pid}/task"):
+                    os.sched_setaffinity(int(thread), cores)
 
     def kill(self) -> None:
         if self._alive():

@@ -24,12 +24,12 @@ class RemoteInstance:
         self.name = child.name
         self.tokens, self.busy_s = 0, 0.0
         """Generated, and seconds of steps."""
-        self.child = child
+        self._unseen = 0
+        """Tokens of those that it had not sent at its last report."""
         self.since = _now()
         self.joined = False
         """Whether it may get work."""
-        self._unseen = 0
-        """Tokens of those that it had not sent at its last report."""
+        self.child = child
         self._held: list[tuple[str, int]] = []
         self._heard = Heard(_now(), incarnation, Fence(0, incarnation, 0), InstanceState(version=-1))
 

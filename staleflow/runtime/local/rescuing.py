@@ -66,7 +66,7 @@ class Rescue:
         trainer = run.crew.children["trainer"]
         if trainer.broken or trainer.ended.is_set():
             await trainer.how_it_ended()
-            if not run.config.processes.standby:
+            if not run.config.processes.with_standby:
                 raise RunError("the trainer is gone, and processes.standby is off")
             run.start_trainer()
         else:

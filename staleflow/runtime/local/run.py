@@ -19,7 +19,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,19 @@ from staleflow.run.opening import open_state
 from staleflow.run.origin import ORIGIN, origin_of
 from staleflow.run.parts import sizes
 from staleflow.run.record import Record
+from staleflow.run.samples import Samples
+from staleflow.run.signals import Signals
 from staleflow.run.state import STATE, pack_state
 from staleflow.run.step_log import StepLog
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.local.crew import Crew, RunError
 from staleflow.runtime.local.evaluations import Evaluations
 from staleflow.runtime.local.hearing import Hearing
-from staleflow.runtime.local.placement import placement
+from staleflow.runtime.local.placement import Place, placement
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.local.rescuing import Rescue
 from staleflow.runtime.local.saving import Saving
+from staleflow.runtime.local.scaling import Scaling, unused
 from staleflow.runtime.local.stillness import STALL_S
 from staleflow.runtime.local.supervisor import Supervisor
 from staleflow.runtime.local.taking_over import take_over
@@ -57,7 +60,7 @@ from staleflow.servers.database import JournalError
 from staleflow.servers.filters import FILTERS
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.weights import claim, standby_of
-from staleflow.tasks.opening import TaskSet, decoder_of
+from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
 from staleflow.types import Evaluate, Trained
 
 __all__ = ["LocalRun", "RunError"]
@@ -100,6 +103,8 @@ class LocalRun:
         self.interrupted = False
         self.stopped_by = ""
         """The signal."""
+        self.stopped_early = ""
+        """Why an evaluation ended the run."""
         self.incidents = Incidents(tell)
         self.watchdog = Watchdog(lost_s=config.processes.hung_s)
         self._model = model
@@ -114,13 +119,18 @@ class LocalRun:
         self.in_place = False
         """Whether this continues with processes of a control plane that died."""
         self._began = self._cpu_began = 0.0
+        self._counted_at = 0.0
+        self._cpu_before: dict[str, float] = {}
+        """By process, CPU seconds when training began."""
         self._before_s = 0.0
         """Seconds of training in earlier attempts of the run."""
         self._supervisor = supervisor
         self.hearing = Hearing(self)
         self.watching = Watching(self)
         self.rescue = Rescue(self)
+        self.scaling = Scaling(self)
         self.costs = RunCosts()
+        self.signals = Signals(config)
 
     async def execute(self) -> dict[str, Any]:
         """The whole run. Returns its summary."""
@@ -148,6 +158,7 @@ class LocalRun:
             finally:
                 for task in beside:
                     task.cancel()
+                self.scaling.close()
                 await self._close()
                 for each in SIGNALS:
                     self.loop.remove_signal_handler(each)
@@ -190,7 +201,10 @@ class LocalRun:
         return task
 
     def summary(self) -> dict[str, Any]:
-        return self.record.summary(self.server.ledger.counts()) | self._for_the_simulator()
+        best = self.record.best(figure := self.config.evaluation.figure)
+        found = None if best is None else {"step": best[0], "figure": figure, "value": best[1]}
+        ended = {"best": found, "stopped_early": self.stopped_early}
+        return self.record.summary(self.server.ledger.counts()) | ended | self._for_the_simulator()
 
     def _for_the_simulator(self) -> dict[str, Any]:
         """How large the run was and what things took: what ``staleflow.study.measured`` reads."""
@@ -242,16 +256,22 @@ class LocalRun:
         self.control = self._control()
 
     def _crew(self) -> Crew:
-        config, processes = self.config, self.config.processes
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-        places = placement(cores, config.rollout.instances, processes.threads, processes.pin)
-        died = self.watching.death
+        places, died = self.places(unused(self.config.rollout.instances)), self.watching.death
         parts = self.directory, self._model, places, self.watchdog, died, self._checkpoint
         return Crew(*parts, self._attempt, standby=self.in_place)
 
+    def places(self, instances: Sequence[str]) -> dict[str, Place]:
+        """Cores and threads of every process, with these instances."""
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+        return placement(cores, instances, self.config.processes.threads, self.config.processes.pin)
+
     def _control(self) -> ControlPlane:
         config = self.config
-        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes)
+        cut = was_cut(self.task, config.rollout.stop_strings)
+        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes, cut)
+        self.samples = Samples(
+            self.directory.samples, self.task, config.samples, config.reward.names, cut, self.incidents.note
+        )
         settings = Settings(
             config.strategies,
             self._cost,
@@ -265,27 +285,37 @@ class LocalRun:
         control = ControlPlane(settings, self.server, trainer, port, self.task.prompts, term=self._attempt)
         control.scoring.on_answer = self.costs.reward.add
         control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
+        control.on_drained = self.scaling.drained
         control.filter = FILTERS.bound(config.filter, {}, config.filter_arguments)
         return control
 
     async def _start(self) -> None:
         await self.crew.listen()
         self.start_trainer()
-        for at in range(self.config.rollout.instances):
-            self.crew.start("instance", f"i{at}", self.hearing.instance, self.hearing.instance_ended)
+        for name in self.scaling.begin(self.crew.orphans):
+            self.start_instance(name)
         self.crew.start("evaluator", "evaluator", self.hearing.evaluator, lambda _: self.evaluations.died())
         self.loop.call_later(ADOPTED_S, self.crew.give_up_adopted)
         await self.pool.start()
         await self.crew.all_ready()
 
-    def join(self, port: RemoteInstance) -> None:
-        port.joined = True
-        self.control.join(port)
+    def start_instance(self, name: str) -> None:
+        self.crew.start("instance", name, self.hearing.instance, self.hearing.instance_ended)
 
     def start_trainer(self) -> None:
         self.crew.start("trainer", "trainer", self.hearing.trainer, lambda _: None)
 
     # Training
+
+    def join(self, port: RemoteInstance) -> None:
+        """From now on it gets work."""
+        port.joined = True
+        self.control.join(port)
+
+    @property
+    def ending(self) -> bool:
+        """Whether the last step is made, or the run has been stopped or has failed."""
+        return self.control.over or self.interrupted or self.rescue.begun
 
     @property
     def loss(self) -> float | None:
@@ -313,26 +343,49 @@ class LocalRun:
         self.saving.begin(self.loop.time())
         self.steps.busy_s = self.record.instance_busy_s
         self._began, self._cpu_began = time.monotonic(), time.process_time()
+        self._counted_at = self._began
         for name, port in self.instances.items():
             if self.crew.children[name].ready.is_set():
                 self.join(port)
         self.trainer.reset()  # its clock begins now, and what it is fed from now on counts
         if self._resumed:
             self.control.recover(self.hearing.early)
+        for name in self.crew.leaving:
+            self.control.drain(name)
         steps = self.server.ledger.frontier if self.interrupted else self.config.steps
-        cpu = {name: child.cpu_s for name, child in self.crew.children.items()}
+        self._cpu_before = {name: child.cpu_s for name, child in self.crew.children.items()}
         try:
             await self.crew.within(self.control.run(steps), "training")
         finally:
+            self.count_instances()
             self.training = False
             self.record.seconds = self.seconds
             self.record.control_s += self._control_s
-            self.record.instance_s += len(self.instances) * (time.monotonic() - self._began)
             for port in self.instances.values():
                 self.record.instance_busy_s += port.busy_s
-            for name, child in self.crew.children.items():
-                used = child.cpu_s - (cpu[name] if self.crew.incarnations[name] == 1 else 0.0)
-                self.record.cpu_s[name] = self.record.cpu_s.get(name, 0.0) + used
+            for name in self.crew.children:
+                self._count_cpu(name)
+
+    def count_instances(self) -> None:
+        """Seconds that instances were there, up to now. Call it before their number changes."""
+        if self.training:
+            now = time.monotonic()
+            self.record.instance_s += len(self.instances) * (now - self._counted_at)
+            self._counted_at = now
+
+    def instance_left(self, name: str) -> None:
+        """It is about to end for good."""
+        self.count_instances()
+        if (port := self.instances.pop(name, None)) is not None:
+            self.record.instance_busy_s += port.busy_s
+        if self.training and name in self.crew.children:
+            self._count_cpu(name)
+
+    def _count_cpu(self, name: str) -> None:
+        used = self.crew.children[name].cpu_s
+        if self.crew.incarnations[name] == 1:
+            used -= self._cpu_before.get(name, 0.0)
+        self.record.cpu_s[name] = self.record.cpu_s.get(name, 0.0) + used
 
     def _signalled(self, number: signal.Signals) -> None:
         """The second Ctrl-C is Python's own; the other signals may come again."""
@@ -368,6 +421,7 @@ class LocalRun:
 
     def _aborted(self, trajectory: Trajectory, _reason: str) -> None:
         self.record.tokens_wasted += trajectory.generated
+        self.samples.forget(trajectory.name)
 
     def _log_step(self, report: Trained, groups: list[Group]) -> None:
         """A step is committed: what its trainer said of it goes into the record, and to the log."""
@@ -375,7 +429,11 @@ class LocalRun:
             report.facts, report.token_staleness, report.trajectory_staleness, report.busy_s, report.idle_s
         )
         busy_s = self.record.instance_busy_s + sum(port.busy_s for port in self.instances.values())
-        self.steps.add(report, groups, self.record.seconds, busy_s)
+        facts = self.samples.committed(report.step, groups)
+        self.steps.add(report, groups, self.record.seconds, busy_s, facts)
+        self.signals.add(facts.get("cut"), report.facts.get("groups_without_signal", 0) / max(1, len(groups)))
+        for warning in self.signals.warnings():
+            self.incidents.note(warning)
         self.watching.disk()
 
     # Evaluation and checkpoints

@@ -24,6 +24,7 @@ def status_of(run: LocalRun) -> Status:
         bound=run.config.staleness,
         reward=record.rewards[-1] if record.rewards else None,
         accuracy=[(version, accuracy) for version, _, accuracy in record.accuracy],
+        binary=record.binary,
         rewards=record.rewards[-RECENT:],
         max_staleness=max(ages, default=0),
         mean_staleness=sum(age * count for age, count in ages.items()) / trained,
@@ -39,6 +40,9 @@ def status_of(run: LocalRun) -> Status:
         instances=tuple(_instance(run, name) for name in run.instances),
         waiting_for=run.control.watch.waits_for(),
         loss=run.loss,
+        cut=run.signals.cut,
+        without_signal=run.signals.without_signal,
+        left_out=run.task.left_out / max(1, run.task.left_out + (run.task.size or 0)),
         notes=run.incidents.notes,
     )
 
@@ -56,5 +60,6 @@ def _instance(run: LocalRun, name: str) -> InstanceStatus:
         kv_total=state.kv_total,
         alive=member is not None and member.alive,
         pulling=member is not None and member.pulling is not None,
+        leaving=member is not None and member.leaving,
         tokens_per_s=port.tokens / run.seconds if run.seconds else 0.0,
     )

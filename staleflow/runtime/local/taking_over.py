@@ -26,7 +26,11 @@ GONE_S = 10.0
 def take_over(directory: RunDirectory, config: Config) -> list[Process]:
     """Those that the new control plane is to adopt; none if it cannot, and then there are none any more."""
     left = list(processes(directory.path))
-    if not left or any(each.name == "trainer" for each in left) or (config.processes.standby and _published(directory)):
+    if (
+        not left
+        or any(each.name == "trainer" for each in left)
+        or (config.processes.with_standby and _published(directory))
+    ):
         return left
     end(left)
     return []

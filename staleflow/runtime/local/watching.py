@@ -37,8 +37,12 @@ class Watching:
         words = f": {said}" if (said := child.last_words()) else ""
         after = "" if child.broken or pause_s is None else "; started again" + (f" in {pause_s:g} s" if pause_s else "")
         run.incidents.note(f"{name} {how}{words}{after}")
-        if role == "trainer" and not run.config.processes.standby and not child.broken:
+        if role == "trainer" and not run.config.processes.with_standby and not child.broken:
             run.crew.fail(f"the trainer {how}{words}, and processes.standby is off (see {child.log})")
+        elif role == "instance" and name in run.crew.leaving:
+            run.scaling.drained(name)
+        elif role == "instance" and name in run.crew.optional and pause_s is None:
+            run.scaling.given_up(name, f"{how}{words} (see {child.log})")
         elif role == "evaluator" and pause_s is None:
             run.evaluations.end(f"the evaluator {how}{words} (see {child.log})")
 
@@ -51,6 +55,8 @@ class Watching:
                     run.incidents.note(str(each))
             run.crew.keep(run.journal.position, run.journal.durable)
             run.steps.write()
+            if run.started:
+                run.scaling.look()
             self.disk()
             self._moves(run.loop.time())
 

@@ -1,0 +1,9 @@
+"""A loss of your own: ``my_loss.py`` beside this file."""
+
+import sys
+
+import staleflow as sf
+
+loss = ["training.loss=my_loss:soft_clip", "training.loss_arguments.sharpness=2"]
+result = sf.train(sf.load("laptop", [*loss, *sys.argv[1:]]))
+print(result.figure, result.metrics[-1]["ratio"])

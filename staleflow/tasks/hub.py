@@ -1,0 +1,41 @@
+"""Models on the Hugging Face hub, as folders of its cache on this machine.
+
+folder = hub_folder("Qwen/Qwen2.5-0.5B-Instruct")       # downloaded now if it is not in the cache
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from staleflow.errors import ConfigError, line_of
+
+SMALL = ["*.json", "*.jinja", "*.txt", "*.model"]
+"""Configuration, tokenizer, chat template."""
+
+
+@lru_cache(8)
+def hub_folder(name: str, weights: bool = True) -> Path:
+    """The folder of a model; without ``weights``, only its small files must be there."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError(f"model={name} needs the package huggingface_hub: pip install huggingface_hub") from None
+    wanted: Any = {"allow_patterns": [*SMALL, "*.safetensors"] if weights else SMALL}
+    try:
+        return _whole(Path(snapshot_download(name, local_files_only=True, **wanted)), weights)
+    except Exception:  # it is not there, or not all of it
+        pass
+    try:
+        return _whole(Path(snapshot_download(name, **wanted)), weights)
+    except Exception as error:  # the library has many kinds
+        raise ConfigError(
+            f"model={name} is not a folder here, not in the cache, and cannot be loaded from the Hugging Face hub "
+            f"({line_of(error)}): correct the name, or download it where there is a network with: hf download {name}"
+        ) from None
+
+
+def _whole(folder: Path, weights: bool) -> Path:
+    """The cache may hold a part of a model."""
+    if not (folder / "config.json").is_file() or (weights and not list(folder.glob("*.safetensors"))):
+        raise FileNotFoundError("it has no config.json, or no model.safetensors")
+    return folder
