@@ -34,6 +34,8 @@ SETTLED_S = 20.0
 """A process that hangs while it starts has no measured time yet, and gets ten minutes. Older ones have."""
 AMID = 0.2
 """How often a volley comes before the run has recovered from the one before it."""
+BY_THEN_S = 10.0
+"""What is said later after the end of a fault that passes is about something else."""
 RECOVERED_S = 300.0
 END_S = 120.0
 
@@ -292,8 +294,12 @@ class Case:
 
     def _times(self) -> None:
         for fault in self.faults:
-            fault.noticed_s = self.victim.after(fault.at, _words_for(fault))
-            fault.step_s = self.victim.after(fault.at, r"step ")
+            told = self.victim.after(fault.at, _words_for(fault))
+            if told is not None and (not fault.seconds or told <= fault.seconds + BY_THEN_S):
+                fault.noticed_s = told
+            again_s = (told or 0.0) if fault.kind in ENDS else 0.0  # what the attempt before still made does not count
+            step_s = self.victim.after(fault.at + again_s, r"step ")
+            fault.step_s = None if step_s is None else again_s + step_s
 
 
 def _words_for(fault: Fault) -> str:
