@@ -111,12 +111,13 @@ def _store(setup: Setup, name: str, dtype: str = "float32") -> LocalParameterSer
 def _evaluator(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
     from staleflow.reward.judge import Judge
-    from staleflow.tasks.opening import decoder_of, open_task, was_cut
+    from staleflow.tasks.opening import decoder_of, open_source, open_task, was_cut
     from staleflow.workers.best import Best
     from staleflow.workers.evaluator import Evaluator, Signs, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
-    task = open_task(config.data, Path(setup.model), config.seed, config.evaluation.problems)
+    source = open_source(config.data, config.seed)
+    task = open_task(config.data, source, Path(setup.model), config.seed, config.evaluation.problems)
     engine = _engine(setup, config)
     cut = was_cut(task, config.rollout.stop_strings)
     judge = Judge(config.reward, decoder_of(config.data, Path(setup.model)), cut)

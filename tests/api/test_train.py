@@ -89,6 +89,7 @@ def test_what_is_wrong_is_an_exception_and_leaves_nothing(model: Path, tmp_path:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_on_step_that_raises_ends_the_run_in_good_order(model: Path, tmp_path: Path) -> None:
     def stop(_row: dict[str, Any]) -> None:
         raise LookupError("enough")

@@ -1,7 +1,7 @@
 """A run on this machine: the control plane in this process, every other role in one of its own.
 
     run = LocalRun(config, directory, model_folder, task, cost)
-    summary = asyncio.run(run.execute())
+    summary = run_patiently(run.execute())
 
 Processes that die or stand still are replaced, and nobody's work is lost: trajectories continue elsewhere, and a new
 trainer takes over the last version with everything that belongs to it. Whatever else ends a run (Ctrl-C, SIGTERM,
@@ -284,6 +284,7 @@ class LocalRun:
         trainer = HeldTrainer(self.trainer, self.outbox, self.costs.finish.add)
         control = ControlPlane(settings, self.server, trainer, port, self.task.prompts, term=self._attempt)
         control.scoring.on_answer = self.costs.reward.add
+        control.reports.on_bad = self.hearing.bad_report
         control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
         control.on_drained = self.scaling.drained
         control.filter = FILTERS.bound(config.filter, {}, config.filter_arguments)
