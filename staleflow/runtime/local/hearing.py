@@ -66,9 +66,9 @@ class Hearing:
     def instance_ended(self, child: Child) -> None:
         run = self._run
         if (port := run.instances.get(child.name)) is not None:
+            run.record.tokens_lost += port.unseen()
             run.record.instance_busy_s += port.busy_s
             port.busy_s = 0.0
-            run.record.tokens_lost += port.unseen()
         if run.training:
             run.control.left(child.name)
 
