@@ -38,7 +38,7 @@ from threading import Thread
 from typing import Any
 
 from staleflow.config import Config
-from staleflow.coordinator import decide as coordinator
+from staleflow.coordinator import routing
 from staleflow.coordinator.cost import CostModel
 from staleflow.frames import Frames
 from staleflow.protocol import StalenessLedger
@@ -51,12 +51,13 @@ from staleflow.runtime.local.link import Channel, SocketLink
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.local.run import CYCLE_S
 from staleflow.runtime.outbox import HeldTrainer, Outbox
+from staleflow.runtime.patience import run_patiently
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.tasks.adder import FIRST_COUNTER, PROMPT_TOKENS, VOCABULARY, Adder, make
 from staleflow.tasks.prompts import TaskPrompts
-from staleflow.types import Finish, FromProcess, InstanceState, Pushed, Spans, ToProcess
+from staleflow.types import Finish, InstanceState, Pushed, Spans, ToProcess
 from staleflow.workers.link import Gone
 from staleflow.workers.rollout import Requests, RolloutWorker, serve
 
@@ -201,6 +202,15 @@ class Peer:
         self.channel.send(message)
 
 
+async def opened(end: socket.socket, hear: Callable[[Any], None]) -> Channel:
+    def channel() -> Channel:
+        made = Channel(lambda _channel, _hello: None)
+        made.on_message = hear
+        return made
+
+    return (await asyncio.get_running_loop().create_unix_connection(channel, sock=end))[1]
+
+
 class Clock:
     """CPU seconds of the main thread by part; a part called by another counts only once, as itself."""
 
@@ -228,7 +238,7 @@ class Clock:
     def watching(self) -> Iterator[None]:
         watched: list[tuple[str, Any, str]] = [
             ("decide", ControlPlane, "_cycle"),
-            ("route", coordinator, "route"),
+            ("route", routing, "waterfall"),
             ("place", ControlPlane, "_obey"),
             ("send", Channel, "send"),
             ("receive", Frames, "feed"),
@@ -294,7 +304,7 @@ class Bench:
             theirs.close()
         try:
             await pool.start()
-            peer.channel = await Channel.open(pairs[0][0], FromProcess, from_trainer, lambda: None)
+            peer.channel = await opened(pairs[0][0], from_trainer)
             for at, (ours, _) in enumerate(pairs[1:]):
                 await self._instance(f"i{at}", ours)
             await self._measured(seconds)
@@ -326,7 +336,7 @@ class Bench:
                 joined = True
                 self.control.join(port)
 
-        peer.channel = await Channel.open(end, FromProcess, hear, lambda: None)
+        peer.channel = await opened(end, hear)
 
     def _scored(self, name: str, reward: float, _parts: tuple[float, ...]) -> None:
         assert reward == 1.0
@@ -377,7 +387,7 @@ def measure(seconds: float, repeats: int, rate: float) -> dict[str, float]:
     steps: list[float] = []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:  # a disk; /tmp may be memory
-            result, by_step = asyncio.run(Bench(Path(folder), rate).run(seconds))
+            result, by_step = run_patiently(Bench(Path(folder), rate).run(seconds))
         results.append(result)
         steps += by_step
     costs = {"all_us": statistics.median(steps), "best_us": min(steps), "target_us": TARGET_US}

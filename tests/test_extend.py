@@ -29,7 +29,7 @@ from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Row
 from staleflow.tasks.adder import Shape
 from staleflow.tasks.base_model import new_model, tokenizer
-from staleflow.tasks.opening import first_problem, open_task
+from staleflow.tasks.opening import first_problem, open_source, open_task
 from staleflow.tasks.options import SOURCES
 from staleflow.tasks.task import Problem
 from staleflow.training.build import build
@@ -158,7 +158,7 @@ def test_a_reward_scores_in_a_worker(model: Path) -> None:
 
 def test_a_data_source_makes_problems(model: Path) -> None:
     config = configured(model, *DATA, *SETTINGS["data.source"])
-    problem = first_problem(config.data, seed=0)
+    problem = first_problem(open_source(config.data, seed=0))
     assert re.fullmatch(r"\d{1,3} \* \d{1,3} = ", str(problem.prompt))
     assert problem.facts["answer"].isdigit()
 
@@ -220,7 +220,7 @@ def test_a_run_with_everything_of_the_users_own(model: Path, folder: Path) -> No
     sizes = ["groups=2", "steps=2", "staleness=1", "evaluation.every=0", "evaluation.problems=2", "rollout.instances=1"]
     anything = ["filter_arguments.hard=-1", "filter_arguments.easy=100", "reward.function=even:even"]
     config = configured(model, *sizes, *chosen, *anything)
-    task = open_task(config.data, model, config.seed, config.evaluation.problems)
+    task = open_task(config.data, open_source(config.data, config.seed), model, config.seed, config.evaluation.problems)
     run = LocalRun(config, RunDirectory.create(config, "own"), model, task, costs_from_geometry(config), None)
 
     async def main() -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 
 from staleflow.api.command import Command, caller_folder
 from staleflow.config import Config, load, to_yaml
-from staleflow.config.presets import PAPER
 
 LOOK_S = 0.5
 
@@ -86,7 +85,7 @@ def _answer(name: str, config: Config | str | os.PathLike[str] | None, **options
             ]
     with caller_folder() as folder:
         if isinstance(config, str | os.PathLike):
-            config = load(os.fspath(config), default=PAPER)
+            config = load(config)
         if config is not None:
             file = folder / "config.yaml"
             Path(file).write_text(to_yaml(config), encoding="utf-8")

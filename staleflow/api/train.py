@@ -56,7 +56,7 @@ def train(
     """
     with ExitStack() as held:
         folder = held.enter_context(caller_folder())
-        config = load(os.fspath(config)) if isinstance(config, str | os.PathLike) else config
+        config = load(config) if isinstance(config, str | os.PathLike) else config
         directory, before = (None, None) if resume is None else RunDirectory.existing(Path(resume))
         wanted = config or before or load(None)
         options, own = with_rewards(wanted.reward, reward)

@@ -23,10 +23,12 @@ from staleflow.config import Config, ConfigError, check, differences, estimate, 
 from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
 from staleflow.reward.function import BAD_REWARD
+from staleflow.reward.options import Reward
 from staleflow.run.checkpoints import Choice, newest
 from staleflow.run.directory import RunDirectory
 from staleflow.run.resuming import prepared, resumable
 from staleflow.runtime.local.supervisor import Supervisor, supervised
+from staleflow.tasks.task import Problem
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells expect it."""
@@ -98,14 +100,16 @@ def train(
     from staleflow.observe.terminal import TerminalView
     from staleflow.runtime.local.run import LocalRun
     from staleflow.runtime.local.status import status_of
-    from staleflow.tasks.opening import model_folder, open_task
+    from staleflow.runtime.patience import run_patiently
+    from staleflow.tasks.opening import first_problem, model_folder, open_source, open_task
 
     out = sys.stderr if quiet else sys.stdout
     again = supervisor is not None and supervisor.run is not None
+    source = open_source(config.data, config.seed)
     if not again:
-        asyncio.run(try_reward(config))
+        asyncio.run(try_reward(config.reward, first_problem(source)))
     model = model_folder(config.model, config.cache, config.seed, lambda step, loss: _warming(step, loss, out))
-    task = open_task(config.data, model, config.seed, config.evaluation.problems)
+    task = open_task(config.data, source, model, config.seed, config.evaluation.problems)
     checkpoint = None
     if directory is None or choice is None:
         directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
@@ -129,7 +133,7 @@ def train(
     cost = costs_from_geometry(config)
     run = LocalRun(config, directory, model, task, cost, checkpoint, show, view.note, supervisor)
     try:
-        summary = asyncio.run(run.execute())
+        summary = run_patiently(run.execute())
     finally:
         view.close()
     summary |= {"problems": task.size, "problems_left_out": task.left_out, "held_out": len(task.held_out)}
@@ -144,31 +148,30 @@ def train(
     return summary
 
 
-async def try_reward(config: Config) -> None:
+async def try_reward(reward: Reward, problem: Problem) -> None:
     """Ask for one reward before anything heavy is loaded, and refuse a function that does not return a number.
 
     An exception is let pass: it may be about the empty response, and real ones are retried and reported.
     """
     from staleflow.reward.pool import RewardPool
-    from staleflow.tasks.opening import first_problem
 
     answers: asyncio.Queue[str] = asyncio.Queue()
     silent = os.open(os.devnull, os.O_WRONLY)  # a failure here may be about the empty response only
     pool = RewardPool(
-        replace(config.reward, workers=1, patience_s=0.0),
+        replace(reward, workers=1, patience_s=0.0),
         on_reward=lambda _name, _reward, _parts: answers.put_nowait(""),
         on_failure=lambda _name, why: answers.put_nowait(why),
         stderr=silent,
     )
     try:
         await pool.start()
-        pool.submit("a try", first_problem(config.data, config.seed))
+        pool.submit("a try", problem)
         why = await answers.get()
     finally:
         await pool.close()
         os.close(silent)
     if why.startswith(BAD_REWARD):
-        raise ConfigError(f"reward.function={', '.join(config.reward.functions)}: {why}")
+        raise ConfigError(f"reward.function={', '.join(reward.functions)}: {why}")
 
 
 def _warming(step: int, loss: float, out: TextIO) -> None:

@@ -9,6 +9,7 @@ starts from ``laptop`` and any other from the plain defaults. If a name is given
 """
 
 import difflib
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,13 +28,16 @@ OF_SOURCE = ("source", "arguments", "held_out", "held_out_count")
 """Settings of ``data`` that belong to one source."""
 
 
-def load(source: str | None, overrides: Sequence[str] = (), default: str = LAPTOP) -> Config:
-    """The configuration of a run; ``default`` is the preset if there is no source.
+def load(
+    name_or_path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = (), default: str = LAPTOP
+) -> Config:
+    """The configuration of a run; ``default`` is the preset if none is named.
 
     ``ConfigError``, in one line, if anything is wrong. Nothing heavy is imported.
     """
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     try:
-        return _loaded(source, overrides, default)
+        return _loaded(None if name_or_path is None else os.fspath(name_or_path), overrides, default)
     except ConfigError as error:
         raise ConfigError(one_line(error)) from None
     except RecursionError:

@@ -74,7 +74,7 @@ def load_reward(options: Reward, at: int = 0, own: Mapping[str, Score] = NONE) -
     if function.startswith(PYTHON):
         return partial(own.get(function.removeprefix(PYTHON), elsewhere), **arguments)
     REWARDS.check(function, arguments)
-    asked = {"address": function, "timeout_s": 0.9 * options.timeout_s}  # heard of before the worker is killed
+    asked = {"address": function, "timeout_s": 0.9 * options.timeout_s}  # before the worker is killed
     built_in = REWARDS.key(function) is not None
     return REWARDS.bound(function, asked if built_in else {}, arguments)
 

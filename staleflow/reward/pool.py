@@ -182,9 +182,6 @@ class RewardPool:
         self._dispatching = False
         if self._pause is not None:
             return
-        if not self._idle:
-            for worker in tuple(self._workers):
-                worker.look()
         while self._queue and self._idle:
             due = self._next()
             if frame := self._frame(due):

@@ -1,8 +1,7 @@
 """One reward worker, as the pool sees it: start, a batch of jobs, its answers in order, and how it ends.
 
-The event loop is woken up for batches, not for responses: a batch is sent in one system call; all answers that are
-there ``GATHER_S`` later, or when the pool has more to send, are read in one; the socket is watched only if there are
-none (a slow reward). One timer limits the time of the job that the worker is busy with. ::
+A batch is sent in one system call, and all answers that are there are read in one. One timer limits the time of the job
+that the worker is busy with. ::
 
     worker = Worker(*started(command, stderr), timeout_s=10, listener=pool)
     await worker.ready(timeout_s=60)            # RewardError if it cannot be
@@ -27,8 +26,6 @@ from staleflow.reward.environment import environment
 from staleflow.reward.function import RewardError
 from staleflow.reward.wire import Answer, Job, answers
 
-GATHER_S = 0.025
-"""How long an answer may wait for the next ones."""
 LAST_WORDS_S = 2.0
 """How long a worker whose output has ended may take to exit."""
 PIECE = 1 << 18
@@ -90,16 +87,13 @@ class Worker:
         self._unsent = b""
         self._stuck = False
         """Whether the rest of a batch waits until the worker has read some."""
-        self._watched = False
-        """Whether the event loop watches for answers."""
         self._closed = False
         self._busy_since = 0.0
-        self._looking: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._process = process
         self._socket = connection
         self._socket.setblocking(False)
-        self._watch()
+        self._loop.add_reader(self._socket, self._read)
 
     async def ready(self, timeout_s: float) -> None:
         """Wait until it has loaded everything; ``RewardError`` if it cannot."""
@@ -119,15 +113,8 @@ class Worker:
         self._busy_since = self._loop.time()
         self._unsent = frame
         self._send()
-        self._looking = self._loop.call_at(self._busy_since + GATHER_S, self._look)
         if self._timer is None:
             self._timer = self._loop.call_at(self._busy_since + self._timeout_s, self._overdue)
-
-    def look(self) -> None:
-        """Read its answers now instead of at the end of ``GATHER_S``."""
-        if self._looking is not None:
-            self._looking.cancel()
-            self._look()
 
     async def last_words(self) -> str:
         """How it ended, once its output has ended."""
@@ -148,36 +135,25 @@ class Worker:
 
     # What it says
 
-    def _look(self) -> None:
-        """Read the answers that are there; if there are none, watch the socket."""
-        self._looking = None
+    def _read(self) -> None:
+        """All answers that are there."""
         try:
             data = self._socket.recv(PIECE)
         except BlockingIOError:
-            self._watch()
             return
         except OSError:
             data = b""
-        if self._watched:
-            self._watched = False
-            self._loop.remove_reader(self._socket)
         if not data:
             self._lose("")
             return
         was_busy = bool(self.due)
+        self._busy_since = self._loop.time()
         try:
             for answer in self._frames.feed(data):
                 self._receive(answer)
         except ValueError as error:
             self._lose(f"the reward worker answered nonsense ({error})")
-        if self._closed:
-            return
-        if not self._ready.done():
-            self._watch()
-        elif self.due:
-            self._busy_since = self._loop.time()
-            self._looking = self._loop.call_at(self._busy_since + GATHER_S, self._look)
-        elif was_busy:
+        if was_busy and not self.due and not self._closed:
             self._listener.idle(self)
 
     def _receive(self, answer: Answer) -> None:
@@ -187,10 +163,6 @@ class Worker:
         if not self.due or answer.number != self.due[0].job.number:
             raise ValueError(f"number {answer.number}, which it was not sent")
         self._listener.answered(self.due.popleft(), answer)
-
-    def _watch(self) -> None:
-        self._watched = True
-        self._loop.add_reader(self._socket, self._look)
 
     def _send(self) -> None:
         try:
@@ -215,8 +187,8 @@ class Worker:
         if not self.due or self._closed:
             return
         left = self._busy_since + self._timeout_s - self._loop.time()
-        if left > 0 or self._looking is not None:  # the answer may be there and not looked at
-            self._timer = self._loop.call_later(max(left, GATHER_S), self._overdue)
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._overdue)
         else:
             self._lose(f"the reward took more than {self._timeout_s:g} s")
 
@@ -235,7 +207,6 @@ class Worker:
         self._closed = True
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
-        for timer in (self._looking, self._timer):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._socket.close()

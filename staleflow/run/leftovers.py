@@ -1,4 +1,5 @@
-"""What dead runs left on this machine: processes, shared memory, half-written checkpoints and models. Never what lives.
+"""What dead runs left on this machine: processes, shared memory, half-written checkpoints and models; never what a live
+one uses.
 
     for each in leftovers(Path("runs"), Path("cache"), remove=False): print(each.kind, each.name, each.bytes)
 

@@ -47,7 +47,7 @@ class Opened:
     payloads: Payloads
     journal: DurableJournal
     kept: JournalledRecord
-    attempt: int
+    attempt: int = 0
     standby: bool = False
     """Whether the trainer continues from shared memory."""
     how: str = ""
@@ -61,11 +61,11 @@ def open_state(
     attempt before, at the version where the journal ends or at the next."""
     numbers = directory.journals
     if not numbers and checkpoint is None:
-        return _opened(config, directory, task, 1)
+        return _begun(_opened(config, directory, task, 1))
     why = "there is no journal"
     if numbers:
         try:
-            return _continued(config, directory, task, numbers[-1], checkpoint, trainer_lives)
+            return _begun(_continued(config, directory, task, numbers[-1], checkpoint, trainer_lives))
         except DamagedError as error:
             why = str(error)
     if checkpoint is None:
@@ -114,8 +114,8 @@ def _rewound(config: Config, directory: RunDirectory, task: TaskSet, checkpoint:
     opened = _opened(config, directory, task, number)
     try:
         record = unpack_state((checkpoint / STATE).read_bytes(), opened.server, opened.journal)
-        record.lives = attempt = opened.journal.begin(record.lives + 1)
         opened.kept.record = record
+        attempt = _begun(opened, max(number, record.lives + 1)).attempt
         opened.journal.commit()
     except BaseException:
         with suppress(JournalError):
@@ -134,18 +134,24 @@ def _opened(config: Config, directory: RunDirectory, task: TaskSet, number: int)
     payloads = Payloads(Limits(config.rollout.max_tokens, task.max_prompt_tokens, task.vocab_size, memory))
     ledger = StalenessLedger(config.groups, config.staleness, config.redundancy)
     journal = DurableJournal(directory.journal(number), lazy_s=LAZY_S)
+    server = TrajectoryServer(ledger, config.group_size, config.extra_members, journal, payloads)
+    kept = JournalledRecord(Record(config.staleness), server.note)
+    server.keeps_steps = True
+    server.beside = lambda: kept.record.to_bytes()
+    server.on_aborted = kept.aborted
     try:
-        server = TrajectoryServer(ledger, config.group_size, config.extra_members, journal, payloads)
-        kept = JournalledRecord(Record(config.staleness), server.note)
-        server.keeps_steps = True
-        server.beside = lambda: kept.record.to_bytes()
-        server.on_aborted = kept.aborted
         recover(server, journal, kept.restore, kept.hear)
-        attempt = kept.record.lives = journal.begin(number)
-    except (KeyError, IndexError, TypeError, AttributeError, AssertionError) as error:
+    except BaseException as error:
         journal.close()
-        raise DamagedError(f"the journal {journal.path} does not fit together ({line_of(error)})") from error
-    except BaseException:
-        journal.close()
+        if isinstance(error, KeyError | IndexError | TypeError | ValueError | AttributeError | AssertionError) and (
+            not isinstance(error, JournalError)
+        ):
+            raise DamagedError(f"the journal {journal.path} does not fit together ({line_of(error)})") from error
         raise
-    return Opened(server, payloads, journal, kept, attempt)
+    return Opened(server, payloads, journal, kept)
+
+
+def _begun(opened: Opened, first: int = 1) -> Opened:
+    """Counted as another attempt."""
+    attempt = opened.kept.record.lives = opened.journal.begin(first)
+    return replace(opened, attempt=attempt)

@@ -63,33 +63,26 @@ class TrainerFeed:
     def lost(self) -> bool:
         """The trainer died. Whether a version had become durable that was not announced."""
         self.away = True
-        return self._settle()
+        return self.settle()
 
     def back(self) -> bool:
-        """A trainer is there again, at the newest durable version. What it was fed before, if anything, is fed again.
-        A step that was full when a control plane died is made of the same groups, for there may be tokens of its
-        version. Answers as ``lost`` does."""
+        """A trainer is there again, at the newest durable version, with nothing fed. Answers as ``lost`` does."""
         self.away = False
+        news = self.settle(again=True)
+        self._trainer.reset()  # what it was fed before, if anything, is fed again
         ledger = self._server.ledger
-        news = self.caught_up()
-        full = ledger.frontier > ledger.version
-        if ledger.taken and not full:
-            self._server.rollback(ledger.version)
-        self._trainer.reset()
-        if full:
+        if ledger.frontier > ledger.version:
             self._trainer.feed(ledger.version, [self._server.groups[name] for name in self._server.leased])
             self._trainer.finish(ledger.version)
         return news
 
-    def caught_up(self) -> bool:
-        """Commit the open step if its version is durable. Whether it was."""
-        return self.pushed(self._trainer.durable())
+    def settle(self, again: bool = False) -> bool:
+        """Commit the open step if its version is durable, and otherwise roll it back. Whether it was committed.
 
-    def _settle(self) -> bool:
-        """Commit the open step if its version is durable, and otherwise roll it back. Whether it was committed."""
+        ``again``: a step that was full is made of the same groups, for there may be tokens of its version already."""
         ledger = self._server.ledger
-        if self.caught_up():
+        if self.pushed(self._trainer.durable()):
             return True
-        if ledger.taken:
+        if ledger.taken and not (again and ledger.frontier > ledger.version):
             self._server.rollback(ledger.version)
         return False

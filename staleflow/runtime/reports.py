@@ -27,8 +27,9 @@ class Reports:
     ) -> None:
         self.truncating: set[str] = set()
         """Trajectories that are to end where they are, once their instance has returned them."""
-        self.on_bad: Callable[[str, str], None] = lambda _instance, _why: None
-        """Called for reports that cannot be true, with the instance and what is wrong in one line."""
+        self.on_bad: Callable[[str, str, str], None] = lambda _instance, _kind, _why: None
+        """Called for reports that cannot be true and for trajectories that an engine failed at: the instance, which of
+        the two, and what is wrong in one line."""
         self._server = server
         self._scoring = scoring
         self._gauge = gauge
@@ -64,7 +65,7 @@ class Reports:
 
     def _fault(self, member: Member, name: str, epoch: int, why: str, reason: str) -> None:
         """It is not to continue there. Elsewhere it may, a few times."""
-        self.on_bad(member.name, why)
+        self.on_bad(member.name, reason, why)
         self.truncating.discard(name)
         member.residents.pop(name, None)
         trajectory = self._server.fault(name, epoch, why)

@@ -205,6 +205,8 @@ class Cluster:
         """An instance that the control plane does not know joins; ``again``: one that it knows as well."""
         if not self.down and rollout.up and not rollout.hung and (again or rollout.name not in self.control.members):
             self.join(rollout)
+            if rollout.name in self.leaving:
+                self.control.drain(rollout.name)
 
     def _recover(self) -> None:
         self._killed.clear()
@@ -221,8 +223,6 @@ class Cluster:
         else:
             self.control.recover(reports, trainer_there=False)
             to_trainer.send(self._trainer_connected)
-        for name in sorted(self.leaving):
-            self.control.drain(name)
 
     # Parts
 

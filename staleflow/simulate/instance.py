@@ -219,17 +219,20 @@ class Instance:
 
     def _load_after(self, steps: int) -> InstanceLoad:
         """The state after this many steps of the segment."""
-        pool, made = self._scheduler.pool, self.running * steps
-        grown_kv = pool.growth(self._scheduler.step, steps, self.running) * pool.block if steps else 0
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        running = scheduler.running
+        made = running * steps
+        grown = pool.growth(scheduler.step, steps, running) if steps else 0
+        used = (pool.used + grown) * pool.block
         return InstanceLoad(
-            running=self.running,
-            prefilling=self.prefilling,
-            waiting=self.waiting,
-            context_tokens=self.context_tokens + made,
-            kv_used=self.kv_used + grown_kv,
-            kv_free=self.kv_free - grown_kv,
-            generated_tokens=self.generated_tokens + made,
-            prefilled_tokens=self.prefilled_tokens + (self._chunk.tokens * steps if self._chunk else 0),
+            running,
+            len(scheduler.prefill),
+            len(scheduler.seats) - len(scheduler.admitted),
+            scheduler.context + made,
+            used,
+            pool.capacity * pool.block - used,
+            self.generated_tokens + made,
+            self.prefilled_tokens + (self._chunk.tokens * steps if self._chunk else 0),
         )
 
     def progress(self, now: float) -> Iterator[tuple[str, int]]:

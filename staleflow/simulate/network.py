@@ -43,7 +43,8 @@ class Channel:
     _trouble: str = ""
     _until: float = 0.0
     _last: float = 0.0
-    """When everything that was sent has arrived."""
+    """When the latest that is under way is due."""
+    _under_way: int = 0
     _cuts: int = 0
 
     def trouble(self, kind: str, seconds: float) -> None:
@@ -52,8 +53,7 @@ class Channel:
     @property
     def clear(self) -> bool:
         """Whether what is sent now arrives at once."""
-        now = self.loop.now
-        return now >= self._until and (now >= self._last or not self.ordered)
+        return self.loop.now >= self._until and not (self.ordered and self._under_way)
 
     def send(self, deliver: Callable[..., None], *message: object) -> None:
         if self.clear:
@@ -64,15 +64,17 @@ class Channel:
         for delay in copies[:1] if self.ordered else copies:
             arrives = max(now + delay, self._last) if self.ordered else now + delay
             self._last = max(self._last, arrives)
+            self._under_way += 1
             self.loop.at(arrives, self._arrive, self._cuts, deliver, message)
 
     def cut(self) -> None:
         """One end is gone: what is on its way arrives nowhere, and the next connection is a new one."""
         self._cuts += 1
-        self._until = self._last = 0.0
+        self._until, self._last, self._under_way = 0.0, 0.0, 0
 
     def _arrive(self, cuts: int, deliver: Callable[..., None], message: tuple[object, ...]) -> None:
         if cuts == self._cuts:
+            self._under_way -= 1
             deliver(*message)
 
 

@@ -1,7 +1,7 @@
 """From the section ``data`` to the prompts of a run and their decoder: model folder, tokenizer, data and splits.
 
     folder = model_folder("adder", cache)   # made or converted now if it is not in the cache
-    task = open_task(data, folder, seed=0, evaluated=256)
+    task = open_task(data, open_source(data, seed=0), folder, seed=0, evaluated=256)
     task.prompts.ids(0), task.prompts.problem(0)
     task.decode(tokens)
 
@@ -85,12 +85,31 @@ def decoder_of(data: Data, folder: Path) -> str:
     return ADDER if data.source == ADDER else str(folder / "tokenizer.json")
 
 
-def open_task(data: Data, folder: Path, seed: int, evaluated: int) -> TaskSet:
-    """Open data and tokenizer. ``evaluated``: the most problems that are held out for evaluation."""
+def open_source(data: Data, seed: int) -> Task | list[Problem]:
+    """The problems, before any model: a file is read here, and a function of the user's called."""
     if data.source == ADDER:
-        return _embedded(seed, evaluated)
+        return Adder(seed + AWAY_FROM_WARM_START)
+    if is_file(data.source):
+        return read_file(data.source, data.prompt, data.answer)
+    if SOURCES.key(data.source) == HUB:
+        return read_hub(data.source, data.prompt, data.answer, **data.arguments)
+    try:
+        if data.source.startswith(GYM):
+            return reasoning_gym(data.source.removeprefix(GYM), **data.arguments)
+        return from_function(data.source, data.prompt, data.answer, **data.arguments)
+    except StaleFlowError:
+        raise
+    except Exception as error:  # whatever the user's function raises
+        raise TaskError(
+            f"data.source={data.source} failed ({line_of(error)}): correct data.arguments, or the function"
+        ) from None
+
+
+def open_task(data: Data, source: Task | list[Problem], folder: Path, seed: int, evaluated: int) -> TaskSet:
+    """Prompts and tokenizer for the problems of ``open_source``. ``evaluated``: the most that are held out."""
+    if data.source == ADDER and isinstance(source, Task):
+        return _embedded(source, evaluated)
     encode, decode = _text(data, folder)
-    source = _source(data)
     if isinstance(source, Task):
         prompts: DataPrompts | TaskPrompts = TaskPrompts(source, "train", encode)
         held = [source.problem(index, "held-out") for index in range(evaluated)]
@@ -123,11 +142,8 @@ def was_cut(task: TaskSet, stop_strings: Sequence[str]) -> Callable[[bytes], boo
     return cut
 
 
-def first_problem(data: Data, seed: int) -> Problem:
-    """A problem to try the reward with; needs no model."""
-    if data.source == ADDER:
-        return Adder(seed + AWAY_FROM_WARM_START).problem(0)
-    source = _source(data)
+def first_problem(source: Task | list[Problem]) -> Problem:
+    """A problem to try the reward with."""
     return source.problem(0) if isinstance(source, Task) else source[0]
 
 
@@ -148,33 +164,16 @@ def stop_tokens(folder: Path) -> tuple[int, ...]:
 # Within
 
 
-def _embedded(seed: int, evaluated: int) -> TaskSet:
+def _embedded(source: Task, evaluated: int) -> TaskSet:
     held = [Adder(0).problem(index, "held-out") for index in range(evaluated)]
     return TaskSet(
-        prompts=TaskPrompts(Adder(seed + AWAY_FROM_WARM_START)),
+        prompts=TaskPrompts(source),
         held_out=_encoded(held, _no_text, adder.PROMPT_TOKENS, len(held)),
         decode=adder.text,
         stop_tokens=(adder.END,),
         vocab_size=len(adder.VOCABULARY),
         max_prompt_tokens=adder.PROMPT_TOKENS,
     )
-
-
-def _source(data: Data) -> Task | list[Problem]:
-    if is_file(data.source):
-        return read_file(data.source, data.prompt, data.answer)
-    if SOURCES.key(data.source) == HUB:
-        return read_hub(data.source, data.prompt, data.answer, **data.arguments)
-    try:
-        if data.source.startswith(GYM):
-            return reasoning_gym(data.source.removeprefix(GYM), **data.arguments)
-        return from_function(data.source, data.prompt, data.answer, **data.arguments)
-    except StaleFlowError:
-        raise
-    except Exception as error:  # whatever the user's function raises
-        raise TaskError(
-            f"data.source={data.source} failed ({line_of(error)}): correct data.arguments, or the function"
-        ) from None
 
 
 def _split(data: Data, problems: list[Problem]) -> tuple[list[Problem], list[Problem]]:

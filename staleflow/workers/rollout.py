@@ -202,8 +202,9 @@ class RolloutWorker:
         """News of trajectories that left the engine, except those that were dropped in the meantime."""
         news: list[TrajectoryNews] = []
         for name, epoch, _, tokens, logprobs, spans, _ in results:
-            if self._holds(name, epoch):
-                held = self._held.pop(name)
+            held = self._held.get(name)
+            if held is not None and held.epoch == epoch:
+                del self._held[name]
                 news.append(_news(name, held, spans, tokens[held.reported :], logprobs[held.reported :]))
         return news
 

@@ -82,6 +82,7 @@ def test_the_script_of_the_readme_has_at_most_15_lines_and_trains(chat: Path, tm
     assert "checkpoints/best" in run([sys.executable, "train.py"], tmp_path).splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_file_of_the_readme_has_at_most_15_lines_and_trains(chat: Path, tmp_path: Path) -> None:
     assert len(BLOCKS["yaml"].splitlines()) <= 15
     (tmp_path / "run.yaml").write_text(BLOCKS["yaml"])

@@ -27,7 +27,15 @@ def test_the_promised_signatures() -> None:
     train = inspect.signature(sf.train).parameters
     assert list(train) == ["config", "reward", "data", "on_step", "resume"]
     assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in list(train.values())[1:])
-    assert list(inspect.signature(sf.load).parameters)[:2] == ["source", "overrides"]
+    assert list(inspect.signature(sf.load).parameters)[:2] == ["name_or_path", "overrides"]
+
+
+def test_a_configuration_is_named_by_a_text_or_a_path_and_one_change_needs_no_list(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("staleness: 1\n")
+    assert sf.load(tmp_path / "run.yaml", "steps=3") == sf.load(str(tmp_path / "run.yaml"), ["steps=3"])
+    assert sf.load().staleness == sf.load("laptop").staleness
+    with pytest.raises(sf.ConfigError, match="no such file"):
+        sf.load(tmp_path / "nowhere.yaml")
 
 
 def test_importing_the_package_and_loading_a_configuration_are_light() -> None:

@@ -381,7 +381,7 @@ def test_a_report_that_cannot_be_true_costs_one_trajectory_its_progress_and_nobo
         world.start()
         await asyncio.sleep(1)
         complaints: list[tuple[str, str]] = []
-        world.control.reports.on_bad = lambda instance, why: complaints.append((instance, why))
+        world.control.reports.on_bad = lambda instance, _, why: complaints.append((instance, why))
         instance = world.instances["i0"]
         lie, truth = TrajectoryNews("p0/0", 1, ((7, 10),)), TrajectoryNews("p1/0", 1, ((0, 10),))
         world.control.on_report(instance.report(finished=[lie, truth]))

@@ -61,3 +61,16 @@ def test_every_instant_is_checked_once_after_all_its_callbacks() -> None:
 
     loop.run(main())
     assert checked == [(0.0, 0), (1.0, 2), (2.0, 3)]
+
+
+def test_timers_that_were_due_while_the_process_slept_are_late_and_in_their_order() -> None:
+    loop, fired = VirtualLoop(), list[tuple[str, float]]()
+
+    async def main() -> None:
+        for when in (3.0, 1.0, 2.0, 50.0):
+            loop.call_at(when, lambda when=when: fired.append((f"{when:g}", loop.now)))
+        loop.at(0.5, loop.jump, 10.0)
+        await asyncio.sleep(60)
+
+    loop.run(main())
+    assert fired == [("1", 10.5), ("2", 10.5), ("3", 10.5), ("50", 50.0)]

@@ -13,7 +13,7 @@ from staleflow.config import Config, ConfigError, load
 from staleflow.servers.payloads import TOKEN
 from staleflow.tasks import adder
 from staleflow.tasks.adder import Adder
-from staleflow.tasks.opening import TaskSet, model_folder, open_task, stop_tokens, was_cut
+from staleflow.tasks.opening import TaskSet, model_folder, open_source, open_task, stop_tokens, was_cut
 from staleflow.tasks.task import TaskError
 
 WORDS = ["<unk>", "<end>", "<user>", "<model>", "Q:", "sum", *map(str, range(100))]
@@ -53,7 +53,8 @@ def opened(folder: Path, source: Path | str, *more: str) -> TaskSet:
 
 
 def open_config(config: Config, folder: Path) -> TaskSet:
-    return open_task(config.data, folder, config.seed, config.evaluation.problems)
+    source = open_source(config.data, config.seed)
+    return open_task(config.data, source, folder, config.seed, config.evaluation.problems)
 
 
 def trained(task: TaskSet, count: int) -> list[str]:

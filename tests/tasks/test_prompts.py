@@ -7,10 +7,11 @@ from staleflow.servers.payloads import TOKEN
 from staleflow.servers.trajectories import Prompts
 from staleflow.tasks.adder import Adder
 from staleflow.tasks.prompts import DataPrompts, TaskPrompts
-from staleflow.tasks.task import Problem, TaskError
+from staleflow.tasks.task import Messages, Problem, TaskError
 
 
-def encode(text: str) -> list[int]:
+def encode(text: str | Messages) -> list[int]:
+    assert isinstance(text, str)
     return list(text.encode())
 
 

@@ -59,12 +59,16 @@ class Hearing:
             if child.name in run.crew.leaving:
                 run.control.drain(child.name)
 
+    def bad_report(self, instance: str, kind: str, why: str) -> None:
+        self._run.kept.counted("failures", "instance", kind)
+        self._run.incidents.rarely("report", f"{instance}: {kind}: {why}", self._run.loop.time())
+
     def instance_ended(self, child: Child) -> None:
         run = self._run
         if (port := run.instances.get(child.name)) is not None:
+            run.record.tokens_lost += port.unseen()
             run.record.instance_busy_s += port.busy_s
             port.busy_s = 0.0
-            run.record.tokens_lost += port.unseen()
         if run.training:
             run.control.left(child.name)
 
@@ -176,7 +180,8 @@ class Hearing:
         if (away_s := run.pool.away_s) >= run.config.reward.patience_s > 0:
             run.crew.fail(f"the reward service has been away for {away_s:.0f} s (reward.patience_s), last: {why}")
         elif self._failures >= MOST_FAILURES:
-            run.crew.fail(f"the reward failed {self._failures} times in a row, last: {why}")
+            log = run.directory.log("reward")
+            run.crew.fail(f"the reward failed {self._failures} times in a row, last: {why} (see {log})")
         run.control.on_score_failed(name, why)
 
     def reward_away(self, why: str) -> None:

@@ -1,7 +1,7 @@
 """A run on this machine: the control plane in this process, every other role in one of its own.
 
     run = LocalRun(config, directory, model_folder, task, cost)
-    summary = asyncio.run(run.execute())
+    summary = run_patiently(run.execute())
 
 Processes that die or stand still are replaced, and nobody's work is lost: trajectories continue elsewhere, and a new
 trainer takes over the last version with everything that belongs to it. Whatever else ends a run (Ctrl-C, SIGTERM,
@@ -296,6 +296,7 @@ class LocalRun:
         trainer = HeldTrainer(self.trainer, self.outbox, self.costs.finish.add)
         control = ControlPlane(settings, self.server, trainer, port, self.task.prompts, term=self._attempt)
         control.scoring.on_answer = self.costs.reward.add
+        control.reports.on_bad = self.hearing.bad_report
         control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
         control.on_drained = self.scaling.drained
         control.filter = FILTERS.bound(config.filter, {}, config.filter_arguments)
@@ -409,10 +410,11 @@ class LocalRun:
         """What the record's counters of time would be if the run ended now."""
         if not self._began:
             return {}
+        self.count_instances()
         record, busy_s = self.record, sum(port.busy_s for port in self.instances.values())
         return {
             "control_s": record.control_s + self._control_s,
-            "instance_s": record.instance_s + len(self.instances) * (time.monotonic() - self._began),
+            "instance_s": record.instance_s,
             "instance_busy_s": record.instance_busy_s + busy_s,
             "tokens_lost": record.tokens_lost,
         }
@@ -456,10 +458,10 @@ class LocalRun:
         if every and version % every == 0 and version < self.config.steps:
             self.evaluations.ask(version, now=self.config.evaluation.when == "during")
         now = self.loop.time()
-        much = self.server.made_bytes > KEPT_BYTES
-        if version < self.config.steps and not self.rescue.begun and self.saving.due(version, now, much):
+        kept = self.server.made_bytes
+        if version < self.config.steps and not self.rescue.begun and self.saving.due(version, now, kept > KEPT_BYTES):
             self.saving.periodic(version, now)
-        if self.server.made_bytes > 2 * KEPT_BYTES:
+        if kept > 2 * KEPT_BYTES:
             self.server.forget(version)
 
     def _aborted(self, trajectory: Trajectory, reason: str) -> None:

@@ -72,8 +72,9 @@ class Saving:
         """``much``: the journal keeps more than it should for what came after the last one."""
         every, seconds = self._options.every, 60 * self._options.minutes
         since = now - self._last if self._last is not None else 0.0
-        by_time = 0 < seconds <= since or (much and since >= SOONEST_S and not self._asked)
-        return by_time or bool(every and version % every == 0)
+        by_time = 0 < seconds <= since
+        by_size = much and since >= SOONEST_S and not self._asked and bool(seconds or every)
+        return by_time or by_size or bool(every and version % every == 0)
 
     def periodic(self, version: int, now: float) -> None:
         """One that the run can do without."""

@@ -17,11 +17,13 @@ from staleflow.run.checkpoints import newest, wrong_with
 from staleflow.run.decisions import read_decisions
 from staleflow.run.directory import RunDirectory
 from staleflow.runtime.local.run import LocalRun, RunError
+from staleflow.runtime.patience import run_patiently
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Limits
 from staleflow.study.measured import read_run
 from staleflow.tasks import adder
-from staleflow.tasks.opening import TaskSet, open_task
+from staleflow.tasks.opening import TaskSet, open_source, open_task
+from staleflow.types import Report, TrajectoryNews
 from tests.runtime.local.rewards import evenness
 from tests.runtime.local.synchronous import Plain, train
 from tests.tiny_models import save_tiny
@@ -59,7 +61,7 @@ def configured(model: Path, runs: Path, *changes: str) -> Config:
 
 
 def task_of(config: Config, model: Path) -> TaskSet:
-    return open_task(config.data, model, config.seed, config.evaluation.problems)
+    return open_task(config.data, open_source(config.data, config.seed), model, config.seed, config.evaluation.problems)
 
 
 def run_once(
@@ -78,7 +80,7 @@ def run_once(
         async with asyncio.timeout(300):
             return await run.execute()
 
-    return asyncio.run(main()), directory
+    return run_patiently(main()), directory
 
 
 def plain(config: Config, model: Path) -> Plain:
@@ -115,6 +117,25 @@ def test_bound_0_equals_the_plain_synchronous_loop_also_across_a_resume(model: P
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-6)
     assert summary["max_staleness"] == summary["violations"] == 0
     assert summary["groups_admitted"] == summary["groups_committed"] == 10 * GROUPS
+
+
+@pytest.mark.slow
+def test_a_report_that_cannot_be_true_is_counted_and_told_and_the_run_continues(model: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    lied: list[str] = []
+
+    def lie(run: LocalRun) -> None:
+        running = [each for each in run.server if each.state == "running" and each.instance in run.control.members]
+        if run.training and running and not lied:
+            name, instance, epoch = running[0].name, str(running[0].instance), running[0].epoch
+            lied.append(name)
+            heard = run.instances[instance].heard()
+            news = [TrajectoryNews(name, epoch, ((99, 3),))]
+            run.control.on_report(Report(instance, heard.incarnation, heard.applied, heard.state, finished=news))
+
+    summary, _ = run_once(configured(model, tmp_path, "steps=3"), model, watch=lie, tell=told.append)
+    assert (summary["steps"], summary["failures"]) == (3, {"instance": {"bad reports": 1}})
+    assert any(f"bad reports: trajectory {lied[0]} has tokens of version 99" in line for line in told)
 
 
 def test_nothing_is_lost_or_repeated_by_killed_instances_ctrl_c_and_a_resume(model: Path, tmp_path: Path) -> None:
@@ -202,7 +223,8 @@ def test_checkpoints_load_in_transformers_and_summaries_have_their_keys(finished
 
     summary, directory, _ = finished
     found = sorted(each.name for each in directory.checkpoints.iterdir())
-    assert found == ["step-000013", "step-000014"]
+    assert found == ["best", "step-000013", "step-000014"]
+    AutoModelForCausalLM.from_pretrained(directory.checkpoints / "best")
     AutoModelForCausalLM.from_pretrained(directory.checkpoint(14))
     AutoTokenizer.from_pretrained(directory.checkpoint(14))
     trained = json.loads((directory.checkpoint(14) / "trainer.json").read_text())
