@@ -2,14 +2,9 @@
 
     python bench/in_place.py --kills 5
 
-<<<<<<< HEAD
-A short run of the laptop preset. Each time the control plane's process is killed right after a step was committed; the
-clock stops when ``metrics.jsonl`` has the next step. The other processes of the run must be those from before.
-=======
 A short run of the laptop preset's task with the embedded model. Each time the control plane's process is killed right
 after a step was committed; the clock stops when ``metrics.jsonl`` has the next step. The rest of the run's processes
 must be those from before.
->>>>>>> main
 """
 
 import argparse
