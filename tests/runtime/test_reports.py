@@ -383,14 +383,13 @@ def test_a_response_that_is_too_old_for_its_group_does_not_end_the_run_when_its_
         world.start()
         await asyncio.sleep(1)
         world.finish_and_score("p0/0", "p1/0")
-        instance, within = world.instances["i0"], world.server._within
-        world.server._within = lambda _group, _spans: False
-        world.finish("p2/0")
-        world.server._within = within
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(world.server, "_within", lambda _group, _spans: False)
+            world.finish("p2/0")
         assert world.server.trajectories["p2/0"].state == "queued"
         assert "p2/0" not in world.control.members["i0"].residents
         world.push()
-        world.control.on_report(instance.report(pulled=1))
+        world.control.on_report(world.instances["i0"].report(pulled=1))
         assert world.control.members["i0"].version == 1
 
     on_virtual_time(main())
