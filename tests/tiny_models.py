@@ -33,6 +33,7 @@ def save_chat(folder: Path, seed: int = 0) -> Path:
     )
     torch.manual_seed(seed)
     end = words.convert_tokens_to_ids("<end>")
+    assert isinstance(end, int)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(words),

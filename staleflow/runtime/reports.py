@@ -36,7 +36,7 @@ class Reports:
         self._release = release
 
     def take(self, member: Member, report: Report) -> None:
-        server, residents = self._server, member.residents
+        server = self._server
         for news in report.progress:
             self._believe(member, server.stream, news)
         for news in report.finished:
@@ -45,10 +45,10 @@ class Reports:
                 self._gauge.finished(trajectory.generated, trajectory.group.version or 0)
                 self._scoring.ask(trajectory)
                 self.truncating.discard(news.trajectory)
-                residents.pop(news.trajectory, None)
+            _left(member, news.trajectory, news.epoch)
         for news in report.returned:
-            if self._believe(member, self._returned, news):
-                residents.pop(news.trajectory, None)
+            self._believe(member, self._returned, news)
+            _left(member, news.trajectory, news.epoch)
         for name, epoch, why in report.failed:
             self._fault(member, name, epoch, why, "no engine could serve it")
 
@@ -67,7 +67,7 @@ class Reports:
         """It is not to continue there. Elsewhere it may, a few times."""
         self.on_bad(member.name, reason, why)
         self.truncating.discard(name)
-        member.residents.pop(name, None)
+        _left(member, name, epoch)
         trajectory = self._server.fault(name, epoch, why)
         if trajectory is not None and trajectory.faults >= MOST_FAULTS:
             self._release(trajectory.group, reason)
@@ -82,3 +82,9 @@ class Reports:
         if news:
             self._scoring.ask(trajectory)
         return news or server.give_back(name, epoch, spans)
+
+
+def _left(member: Member, name: str, epoch: int) -> None:
+    """It is not there any more, news or not; unless it was sent there again since."""
+    if (trajectory := member.residents.get(name)) is not None and trajectory.epoch == epoch:
+        del member.residents[name]

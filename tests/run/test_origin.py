@@ -74,9 +74,13 @@ def test_a_checkpoint_of_an_earlier_release_is_not_compared(tmp_path: Path, mode
     refuse_other_origin(tmp_path, configured(model), "d1", model)
 
 
+def encoded(text: object) -> list[int]:
+    return list(str(text).encode())
+
+
 def test_shuffled_cut_and_answered_otherwise_is_other_data() -> None:
     problems = [Problem(f"{at} + 1", {"answer": str(at + 1)}) for at in range(20)]
     others = [problems[::-1], problems[:10], [Problem(each.prompt, {"answer": "0"}) for each in problems]]
-    seen = {DataPrompts(each, lambda text: list(text.encode())).fingerprint for each in (problems, *others)}
+    seen = {DataPrompts(each, encoded).fingerprint for each in (problems, *others)}
     assert len(seen) == 4
-    assert DataPrompts(list(problems), lambda text: list(text.encode())).fingerprint in seen
+    assert DataPrompts(list(problems), encoded).fingerprint in seen

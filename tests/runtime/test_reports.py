@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from staleflow.coordinator.decide import Decision
 from staleflow.runtime.control import StalledError
-from staleflow.types import TrajectoryNews
+from staleflow.types import Failed, TrajectoryNews
 from tests.runtime.fakes import FakeInstance, World, on_virtual_time
 from tests.servers.small_server import state_of
 
@@ -371,6 +371,47 @@ def test_a_crash_between_the_completion_of_a_group_and_the_filter_does_not_train
         again.control.recover()
         assert "p0" not in again.server.groups
         assert again.server.owed == [], "what teaches nothing is not tried again"
+
+    on_virtual_time(main())
+
+
+def test_a_response_that_is_too_old_for_its_group_does_not_end_the_run_when_its_instance_pulls() -> None:
+    """It was queued again and still counted as running there: nobody held the group when the pull was reported."""
+
+    async def main() -> None:
+        world = World()
+        world.start()
+        await asyncio.sleep(1)
+        world.finish_and_score("p0/0", "p1/0")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(world.server, "_within", lambda _group, _spans: False)
+            world.finish("p2/0")
+        assert world.server.trajectories["p2/0"].state == "queued"
+        assert "p2/0" not in world.control.members["i0"].residents
+        world.push()
+        world.control.on_report(world.instances["i0"].report(pulled=1))
+        assert world.control.members["i0"].version == 1
+
+    on_virtual_time(main())
+
+
+def test_a_failure_that_is_reported_twice_does_not_hide_what_was_sent_there_again() -> None:
+    """Nobody would have given it back had the instance died: its group was waited for without end."""
+
+    async def main() -> None:
+        world = World()
+        world.start()
+        await asyncio.sleep(1)
+        one, report = (
+            world.server.trajectories["p0/0"],
+            world.instances["i0"].report(failed=[Failed("p0/0", 1, "full")]),
+        )
+        world.control.on_report(report)
+        await asyncio.sleep(1)
+        assert (one.state, one.epoch) == ("running", 2)
+        world.control.on_report(report)
+        world.control.left("i0")
+        assert one.state == "queued"
 
     on_virtual_time(main())
 

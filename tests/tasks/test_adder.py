@@ -31,7 +31,7 @@ def test_it_is_a_task() -> None:
 
 def test_the_example_of_the_documentation() -> None:
     problem = make(49, 7, 3)
-    assert not isinstance(problem.prompt, str)
+    assert isinstance(problem.prompt, tuple)
     assert text(problem.prompt) == "+7 #3 4 9"
     assert text(task.solve(problem)) == "#2 5 6 #1 6 3 #0 7 0 = 7 0 </s>"
 
@@ -41,7 +41,7 @@ def test_correct_responses_are_rewarded(problem: Problem) -> None:
     response = task.solve(problem)
     assert len(response) == 3 * problem.facts["n"] + 4 <= MAX_RESPONSE_TOKENS
     assert len(problem.prompt) == PROMPT_TOKENS
-    assert not isinstance(problem.prompt, str)
+    assert isinstance(problem.prompt, tuple)
     assert all(0 <= token < len(VOCABULARY) for token in (*problem.prompt, *response))
     assert task.verify(problem, response) == 1.0
 

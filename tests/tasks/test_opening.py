@@ -73,7 +73,7 @@ def test_the_embedded_task_needs_no_tokenizer_and_trains_on_what_the_warm_start_
 def test_held_out_prompts_are_never_trained_on(folder: Path, tmp_path: Path) -> None:
     source = rows(tmp_path / "a.jsonl", *range(40), *range(40))  # each twice
     task = opened(folder, source, "data.held_out_count=10")
-    held = {problem.prompt for _, problem in task.held_out}
+    held = {str(problem.prompt) for _, problem in task.held_out}
     assert len(task.held_out) == len(held) == 10
     assert sorted({*trained(task, 60)} | held) == sorted(map(str, range(40)))
     assert not held & set(trained(task, 60))
@@ -82,7 +82,7 @@ def test_held_out_prompts_are_never_trained_on(folder: Path, tmp_path: Path) -> 
 def test_the_split_does_not_depend_on_seed_order_or_evaluation(folder: Path, tmp_path: Path) -> None:
     def held(name: str, numbers: list[int], *more: str) -> set[Any]:
         task = opened(folder, rows(tmp_path / name, *numbers), *more)
-        return {problem.prompt for _, problem in task.held_out}
+        return {str(problem.prompt) for _, problem in task.held_out}
 
     some = held("a.jsonl", list(range(40)))
     assert len(some) == 4, "a tenth"

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from staleflow.config import Machine, check
 from staleflow.config import load as load_config
-from staleflow.tasks.opening import open_task
+from staleflow.tasks.opening import open_source, open_task
 from staleflow.training.adapters import adapters
 from staleflow.training.build import build
 from staleflow.training.checkpoints import STATE, CheckpointError, load, save
@@ -195,7 +195,7 @@ def test_a_checkpoint_is_a_whole_model_that_chats_and_is_trained_on(tmp_path: Pa
         chat += ["data.max_prompt_tokens=16", "rollout.max_tokens=16"]
         config = load_config("plain", [f"model={target}", *chat])
         check(config, Machine(cores=2, memory=64 * 2**30))
-        task = open_task(config.data, target, config.seed, 2)
+        task = open_task(config.data, open_source(config.data, config.seed), target, config.seed, 2)
         made.append(task.prompts.ids(0).hex())
         messages = [{"role": "user", "content": "1+1"}]
         assert AutoTokenizer.from_pretrained(target).apply_chat_template(messages, tokenize=False) == "1+1+1="
