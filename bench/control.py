@@ -48,10 +48,10 @@ from staleflow.run.decisions import DecisionLog
 from staleflow.run.opening import LAZY_S
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.local.link import Channel, SocketLink
+from staleflow.runtime.local.patience import run_patiently
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.local.run import CYCLE_S
 from staleflow.runtime.outbox import HeldTrainer, Outbox
-from staleflow.runtime.patience import run_patiently
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Limits, Payloads
 from staleflow.servers.trajectories import TrajectoryServer

@@ -98,9 +98,9 @@ def train(
 ) -> dict[str, Any]:
     """Everything heavy happens in here. ``held``: until when a new run directory is owned."""
     from staleflow.observe.terminal import TerminalView
+    from staleflow.runtime.local.patience import run_patiently
     from staleflow.runtime.local.run import LocalRun
     from staleflow.runtime.local.status import status_of
-    from staleflow.runtime.patience import run_patiently
     from staleflow.tasks.opening import first_problem, model_folder, open_source, open_task
 
     out = sys.stderr if quiet else sys.stdout

@@ -2,7 +2,8 @@
 
     python -m tests.runtime.local.doomed RUN MODEL VERSION AFTER
 
-All are killed once the version is made and so many seconds have passed, as on a machine that runs out of memory.
+All are killed once the version is made and so many seconds have passed, or two more versions were made, as on a machine
+that runs out of memory.
 """
 
 import os
@@ -23,7 +24,7 @@ def main(run: str, model: str, version: str, after_s: str) -> None:
     def watch(run: LocalRun) -> None:
         if run.training and run.server.ledger.version >= int(version):
             due.append(time.monotonic() + float(after_s))
-            if time.monotonic() >= due[0]:
+            if time.monotonic() >= due[0] or run.server.ledger.version >= int(version) + 2:
                 for child in run.crew.children.values():
                     os.kill(child.pid, signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)

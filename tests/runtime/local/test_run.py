@@ -16,8 +16,8 @@ from staleflow.observe.metrics import read_metrics
 from staleflow.run.checkpoints import newest, wrong_with
 from staleflow.run.decisions import read_decisions
 from staleflow.run.directory import RunDirectory
+from staleflow.runtime.local.patience import run_patiently
 from staleflow.runtime.local.run import LocalRun, RunError
-from staleflow.runtime.patience import run_patiently
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Limits
 from staleflow.study.measured import read_run

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from staleflow.runtime.patience import PatientSelector, run_patiently
+from staleflow.runtime.local.patience import PatientSelector, run_patiently
 
 Pair = tuple[socket.socket, socket.socket]
 
