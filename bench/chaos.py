@@ -163,12 +163,14 @@ def chaos(options: argparse.Namespace, kinds: Sequence[str], folder: Path, resul
         if not why:
             mount_small(place, DISK_MIB)
         most = options.each if options.cases else min(options.each, options.faults - _faults(results))
-        case = Case(seed, kinds, place, model, alone=not why, plan=options.plan).execute(most)
+        try:
+            case = Case(seed, kinds, place, model, alone=not why, plan=options.plan).execute(most)
+        finally:
+            if not why:
+                unmount(place)
         case["reproduce"] = f"python bench/chaos.py --seed {seed} --cases 1 --each {most} --kinds {','.join(kinds)}"
         results.add("cases", case)
         _tell(case)
-        if not why:
-            unmount(place)
         seed += 1
 
 

@@ -128,7 +128,7 @@ def _journal(found: Findings, run: RunDirectory, rows: list[dict[str, Any]]) -> 
         try:
             for step, groups in committed(path):
                 prompts = sorted(of_group(name)[0] for name in groups)
-                last = path == run.journal(run.journals[-1])
+                last = path == paths[-1]
                 if last and by_step.get(step) != prompts:
                     found.wrong.append(
                         f"{path.name}: step {step} had {prompts}, metrics.jsonl says {by_step.get(step)}"

@@ -100,6 +100,7 @@ def test_on_step_that_raises_ends_the_run_in_good_order(model: Path, tmp_path: P
     assert list((tmp_path / "runs" / "latest" / "checkpoints").glob("step-*")), "with a checkpoint"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_run_in_good_order_and_is_raised(model: Path, tmp_path: Path) -> None:
     config = configured(model, tmp_path, "steps=1000")
     (tmp_path / "run.yaml").write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in flat(config).items()))

@@ -53,6 +53,7 @@ def test_at_bound_0_a_run_whose_control_plane_is_killed_again_and_again_equals_t
     assert run.roles == {}
 
 
+@pytest.mark.slow
 def test_a_resume_adopts_the_processes_of_a_run_whose_supervisor_is_dead_as_well(model: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     dead = Training(runs, *words(model, runs, "steps=10", "staleness=2"))

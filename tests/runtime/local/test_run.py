@@ -186,6 +186,7 @@ def committed(path: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_reward_that_always_fails_ends_the_run_with_one_line(model: Path, tmp_path: Path) -> None:
     config = configured(model, tmp_path, "steps=50", "reward.function=tests.runtime.local.rewards:broken")
     with pytest.raises(RunError, match=r"reward failed 256 times in a row, last: RuntimeError: the service is down"):
@@ -239,6 +240,7 @@ def test_checkpoints_load_in_transformers_and_summaries_have_their_keys(finished
     assert 0 <= summary["trainer_idle"] <= 1
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_loses_no_step_and_repeats_none(model: Path, tmp_path: Path) -> None:
     """With bound 0 the losses are those of the plain loop, however often the trainer died."""
     config = configured(model, tmp_path, "steps=8")

@@ -75,6 +75,7 @@ def test_hung_processes_are_named_and_replaced_a_full_disk_is_waited_for_and_no_
     assert summary["groups_committed"] == 8 * config.groups
 
 
+@pytest.mark.slow
 def test_a_trainer_that_dies_too_often_leaves_a_checkpoint_and_so_does_sighup_in_an_evaluation(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_run_that_cannot_start_says_only_why(model: Path, tmp_path: Path) -> N
     assert newest(RunDirectory((tmp_path / "latest").resolve()).checkpoints) is None
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_ends_the_run_with_a_checkpoint(model: Path, tmp_path: Path) -> None:
     """The trainer cannot continue: another one is started just to save."""
     changes = ["training.advantage=dr_grpo", "reward.function=tests.runtime.local.rewards:enormous"]

@@ -12,12 +12,13 @@ import pytest
 
 from staleflow.observe.metrics import read_metrics
 from staleflow.run.directory import RunDirectory
+from staleflow.run.processes import processes
 from staleflow.servers.weights import LocalParameterServer, WeightsError, reclaim, standby_of
 from tests.runtime.local.synchronous import train
 from tests.runtime.local.test_run import GROUPS, committed, configured, model, plain, run_once
 
 __all__ = ["model"]
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 @contextmanager
@@ -38,6 +39,8 @@ def doomed(directory: RunDirectory, model: Path, version: int, after_s: float = 
             time.sleep(0.02)
         said, errors = process.communicate(timeout=300)
         assert process.returncode == -9, errors
+        while any(processes(directory.path)):  # those that were killed first take a moment to end
+            time.sleep(0.02)
         yield said
 
 
