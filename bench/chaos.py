@@ -1,6 +1,6 @@
-"""Real runs under random faults, and an audit of what each has left. Writes a table for docs/results/reliability.md.
+"""Real runs under random faults, and an audit of what each has left.
 
-    python bench/chaos.py                                  # 500 faults, recovery, durability, short steps: hours
+    python bench/chaos.py --json docs/results/chaos.json --output docs/results/reliability.md       # all of it: hours
     python bench/chaos.py --faults 30 --kinds kill,hang    # some
     python bench/chaos.py --seed 17 --cases 1              # one run again, as a failing case says
     python bench/chaos.py --plan 'kill i0 + service gone, tree'    # two volleys, chosen
@@ -9,8 +9,9 @@
     python bench/chaos.py --short-steps 20                 # runs of 400 steps of 2 x 2 responses, cores kept busy
 
 A *case* is one run of ``staleflow train``: a small model, with bound, instances, reward and evaluations drawn by its
-seed. *Volleys* of one to three faults hit it, each once the run has made steps again after the one before; then SIGTERM
-ends it, and ``bench/chaos_audit.py`` reads what it left. What is drawn is the same for a seed, the moments are not.
+seed. *Volleys* of one to three faults hit it, most of them once the run has made steps again after the one before; then
+SIGTERM ends it, and ``bench/chaos_audit.py`` reads what it left. What is drawn is the same for a seed; the moments are
+not.
 
 | kind | fault |
 |---|---|
@@ -66,6 +67,8 @@ ARMS = {
     "without journal and standby state": (NO_JOURNAL, ("processes.standby=false",)),
 }
 LAPTOP = ("laptop", "evaluation.every=0", "evaluation.problems=8")
+BEGIN, END = "<!-- bench/chaos.py -->", "<!-- /bench/chaos.py -->"
+"""Around what it writes into a page."""
 SPIN = "while True: pass"
 
 
@@ -81,7 +84,7 @@ def main() -> int:
     parser.add_argument("--durability", type=int, help=f"runs of the laptop preset with and without it ({REPEATS})")
     parser.add_argument("--short-steps", type=int, help=f"runs of 400 short steps on busy cores ({SHORT})")
     parser.add_argument("--json", type=Path, help="where results are kept, and continued from")
-    parser.add_argument("--output", type=Path, help="write the table to this file")
+    parser.add_argument("--output", type=Path, help="put the table into this file, between its marks")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # with the run that is under way
     kinds = options.kinds.split(",")
@@ -104,7 +107,8 @@ def main() -> int:
     text = table(results.values)
     print(text)
     if options.output:
-        options.output.write_text(text)
+        before, mark, rest = options.output.read_text().partition(f"{BEGIN}\n")
+        options.output.write_text(f"{before}{mark}{text}{rest[rest.index(END) :]}")
     return 1 if failed(results.values) else 0
 
 

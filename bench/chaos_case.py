@@ -32,6 +32,10 @@ DEATHS = 4
 """Of one process in a case: a run allows five in ten minutes."""
 SETTLED_S = 20.0
 """A process that hangs while it starts has no measured time yet, and gets ten minutes. Older ones have."""
+AMID = 0.2
+"""How often a volley comes before the run has recovered from the one before it."""
+BY_THEN_S = 10.0
+"""What is said later after the end of a fault that passes is about something else."""
 RECOVERED_S = 300.0
 END_S = 120.0
 
@@ -118,7 +122,10 @@ class Case:
             while len(self.faults) < faults and (volley := self._next(faults - len(self.faults))):
                 time.sleep(self._draw.choice((0.0, 0.2, 1.0)) * self._draw.random())
                 self._fire(volley)
-                self._recovered()
+                self._passed()
+                if self._planned or self._draw.random() > AMID:
+                    self._recovered()
+            self._recovered()
             self._end()
         except HangError as error:
             self.wrong.append(str(error))
@@ -164,6 +171,10 @@ class Case:
 
     def _drawn(self, kind: str) -> Fault | None:
         draw, version = self._draw, self.victim.version
+        if kind == "control":
+            if self._deaths[kind] >= DEATHS:
+                return None
+            self._deaths[kind] += 1
         if kind in ENDS or kind in FULL:
             return Fault(kind, kind, version, seconds=draw.uniform(2, 6) if kind in FULL else 0.0)
         if kind == "service":
@@ -224,18 +235,19 @@ class Case:
         victim = self.victim
         if fault.kind != "stop":
             victim.wait(lambda: any(victim.folder.glob("*/checkpoints/step-*")), "the first checkpoint")
+            victim.wait(lambda: victim.control != 0, "a control plane")
             fault.at = time.monotonic()
+        goes_on = fault.kind == "control" and victim.supervised
         match fault.kind:
             case "control":
-                with suppress(ProcessLookupError):
-                    os.kill(victim.control, signal.SIGKILL)
+                if control := victim.control:
+                    os.kill(control, signal.SIGKILL)
             case "tree":
                 victim.kill_tree()
             case _:
                 number = self._draw.choice((signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
                 fault.name = number.name
                 victim.signal(number)
-        goes_on = fault.kind == "control" and victim.control != victim.pid
         if goes_on:
             return
         code = victim.ended(END_S)
@@ -244,11 +256,14 @@ class Case:
         self._deaths.clear()
         victim.start()
 
-    def _recovered(self) -> None:
-        """Until the run has made steps again after everything that happened to it."""
+    def _passed(self) -> None:
+        """Until disks have room and services are well again."""
         for each in self._passing:
             each.join()
         self._passing.clear()
+
+    def _recovered(self) -> None:
+        """Until the run has made steps again after everything that happened to it."""
         seen = len(self.victim.said)
         enough = 2 + self._draw.randrange(8)
 
@@ -279,8 +294,12 @@ class Case:
 
     def _times(self) -> None:
         for fault in self.faults:
-            fault.noticed_s = self.victim.after(fault.at, _words_for(fault))
-            fault.step_s = self.victim.after(fault.at, r"step ")
+            told = self.victim.after(fault.at, _words_for(fault))
+            if told is not None and (not fault.seconds or told <= fault.seconds + BY_THEN_S):
+                fault.noticed_s = told
+            again_s = (told or 0.0) if fault.kind in ENDS else 0.0  # what the attempt before still made does not count
+            step_s = self.victim.after(fault.at + again_s, r"step ")
+            fault.step_s = None if step_s is None else again_s + step_s
 
 
 def _words_for(fault: Fault) -> str:

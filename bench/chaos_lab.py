@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAIN = "import sys; from staleflow.cli import main; sys.exit(main())"
 STEP = re.compile(r"step (\d+)/")
 SHARED = Path("/dev/shm")
+PARENT_DEATH_SIGNAL = 1
 NEW_USER, NEW_MOUNTS, PRIVATE, DETACH = 0x10000000, 0x00020000, 1 << 18 | 1 << 14, 2
 """Flags of Linux: unshare, mount, umount2."""
 
@@ -74,6 +75,7 @@ class Victim:
             text=True,
             env=environment,
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
         self._reader = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
         self._reader.start()
@@ -88,9 +90,9 @@ class Victim:
             self.said.append(Said(time.monotonic(), line.rstrip()))
 
     @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+    def supervised(self) -> bool:
+        """Whether the process that was started is not the one that owns the run."""
+        return self._process is not None and self.control not in (0, self._process.pid)
 
     @property
     def alive(self) -> bool:
@@ -113,13 +115,15 @@ class Victim:
         return process.returncode
 
     def signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        """To the process that was started. Nothing happens if it has ended."""
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def kill_tree(self) -> None:
         """Everything that belongs to the run, in the order of the process numbers."""
         for _ in range(3):  # what was being started meanwhile
-            for pid in sorted({self.pid, *(pid for _, pid in self.processes())}):
+            self.signal(signal.SIGKILL)
+            for pid in sorted({pid for _, pid in self.processes()} | ({self.control} - {0})):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -146,12 +150,15 @@ class Victim:
 
     @property
     def control(self) -> int:
-        """The process that owns the run."""
-        assert self.run is not None
+        """The process that owns the run; 0 if there is none."""
+        if self.run is None:
+            return 0
+        lock = self.run / "lock"
         with suppress(OSError):
-            if owner := re.match(r"process (\d+)", (self.run / "lock").read_text()):
+            owner = re.match(r"process (\d+)", lock.read_text())
+            if owner and str(lock) in map(os.readlink, Path(f"/proc/{owner[1]}/fd").iterdir()):
                 return int(owner[1])
-        return self.pid
+        return 0
 
     def processes(self) -> list[tuple[str, int]]:
         """Name and number of every process of the run but the control plane's: i0, trainer, evaluator, reward, ..."""
@@ -177,6 +184,11 @@ class Victim:
                         found.append(f"process {process.name} {(process / 'cmdline').read_bytes()[-80:]!r}")
                         break
         return found
+
+
+def _die_with_parent() -> None:
+    """A bench that is killed leaves no run behind."""
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def age_s(pid: int) -> float:

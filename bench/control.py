@@ -38,7 +38,7 @@ from threading import Thread
 from typing import Any
 
 from staleflow.config import Config
-from staleflow.coordinator import decide as coordinator
+from staleflow.coordinator import routing
 from staleflow.coordinator.cost import CostModel
 from staleflow.frames import Frames
 from staleflow.protocol import StalenessLedger
@@ -238,7 +238,7 @@ class Clock:
     def watching(self) -> Iterator[None]:
         watched: list[tuple[str, Any, str]] = [
             ("decide", ControlPlane, "_cycle"),
-            ("route", coordinator, "route"),
+            ("route", routing, "waterfall"),
             ("place", ControlPlane, "_obey"),
             ("send", Channel, "send"),
             ("receive", Frames, "feed"),

@@ -7,7 +7,8 @@
 *Lifecycle*: groups are admitted, reserved, routed, streamed in chunks, generated, scored, completed, leased, packed for
 the trainer and committed, with real payload, on one thread and the journal's writer thread. The clock stops when the
 last event is durable. Rounds with the journal on disk and in memory alternate; figures are medians.
-*Memory*: what Python allocated for live trajectories, by tracemalloc. *Recovery*: a new process's work, in this one.
+*Memory*: what Python allocated for live trajectories, by tracemalloc. *Kept*: committed steps stay on disk until a
+checkpoint is made; CPU time of a whole life with and without. *Recovery*: a new process's work, in this one.
 *Stores*: why the journal is on SQLite: the same bytes through it and through a bare file. *Weights*: bench/weights.py.
 """
 
@@ -185,6 +186,37 @@ def memory(length: int, trajectories: int) -> dict[str, Any]:
     }
 
 
+def kept_steps(folder: Path, length: int, steps: int) -> dict[str, Any]:
+    """What it costs to keep steps until a checkpoint holds them: CPU time against dropping them, disk and memory."""
+    cpu: dict[bool, list[float]] = {False: [], True: []}
+    found: dict[str, float] = {}
+    trajectories = steps * GROUPS * MEMBERS
+    for keeps in (False, True) * 3:
+        path = folder / f"kept{length}" / "journal.db"
+        journal = DurableJournal(path, lazy_s=0.25)
+        driver = Driver(journal, length)
+        driver.server.keeps_steps = keeps
+        began = time.process_time()
+        for _ in range(steps):
+            driver.step()
+        journal.commit()
+        cpu[keeps].append((time.process_time() - began) / trajectories * 1e6)
+        if keeps:
+            files = sum(each.stat().st_size for each in path.with_name("journal.db-payload").iterdir())
+            made = driver.server.made.values()
+            found = {
+                "disk_bytes_per_token": files / (trajectories * length),
+                "memory_bytes_per_trajectory": sum(len(each.body) for each in made) / trajectories,
+            }
+            began = time.process_time()
+            driver.server.forget(driver.server.ledger.version)
+            found["forget_us_per_trajectory"] = (time.process_time() - began) / trajectories * 1e6
+        journal.close()
+        shutil.rmtree(path.parent)
+    dropped, kept = (statistics.median(cpu[keeps]) for keeps in (False, True))
+    return {"tokens": length, "cpu_us_dropped": dropped, "cpu_us_kept": kept, **found}
+
+
 def recovery(folder: Path, events: int, snapshots: bool) -> dict[str, Any]:
     """Write this many events of short trajectories, and time the start of a new owner."""
     path = folder / f"recovery{events}{snapshots}" / "journal.db"
@@ -261,6 +293,7 @@ def measure(quick: bool) -> dict[str, Any]:
         return {
             "lifecycle": [lifecycle(folder, length, rounds, seconds) for length in LENGTHS],
             "memory": [memory(length, count) for length, count in ((16, 32_000), (2_000, 8_000), (20_000, 1_600))],
+            "kept": [kept_steps(folder, *size) for size in ((16, 40), (50, 40), (2_000, 4))],
             "recovery": [
                 recovery(folder, events, snapshots)
                 for events in ((10_000, 100_000) if quick else (10_000, 100_000, 1_000_000))
@@ -285,6 +318,7 @@ def main() -> None:
         return
     table("Trajectories from admission to commit", result["lifecycle"])
     table("Memory of live trajectories", result["memory"])
+    table("Committed steps that are kept until a checkpoint holds them", result["kept"])
     table("Recovery", result["recovery"])
     table("The same bytes through several stores", result["stores"])
     print("\nWeights")

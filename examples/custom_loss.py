@@ -7,4 +7,4 @@ import staleflow as sf
 loss = ["training.loss=my_loss:soft_clip", "training.loss_arguments.sharpness=2"]
 result = sf.train(sf.load("laptop", [*loss, *sys.argv[1:]]))
 ratios = [row["ratio"] for row in result.metrics if "ratio" in row]  # none where no group has a signal
-print(result.figure, max(ratios, default=1.0))
+print(result.reward, max(ratios, default=1.0))

@@ -15,4 +15,4 @@ def whole(problem, response):
 
 config = sf.load("arithmetic-smollm", ["data.prompt=question", *sys.argv[1:]])
 result = sf.train(config, reward={correct: 1.0, whole: 0.1}, data="questions.jsonl")
-print(result.figure, result.best)
+print(result.reward, result.best)

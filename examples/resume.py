@@ -9,4 +9,4 @@ settings = sys.argv[1:]
 first = sf.train(sf.load("laptop", [f"steps={steps}", *settings]))
 more = first.summary["steps"] + steps
 second = sf.train(sf.load("laptop", [*settings, f"steps={more}"]), resume=first.run)
-print(first.figure, second.figure, second.run == first.run)
+print(first.reward, second.reward, second.run == first.run)

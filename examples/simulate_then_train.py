@@ -12,4 +12,4 @@ speeds = {
 bound = min(each for each, speed in speeds.items() if speed > 0.95 * max(speeds.values()))
 print(f"bound {bound}: {speeds[bound]:,.0f} of {max(speeds.values()):,.0f} tokens/s")
 result = sf.train(sf.load("laptop", [*settings, f"staleness={bound}"]))
-print(result.figure, result.summary["max_staleness"])
+print(result.reward, result.summary["max_staleness"])

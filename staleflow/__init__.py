@@ -7,7 +7,7 @@
 
     config = sf.load("plain", ["model=models/qwen", "data.chat=true", "steps=100"])
     result = sf.train(config, reward=correct, data="train.jsonl")
-    print(result.figure, result.checkpoint)
+    print(result.reward, result.checkpoint)
 
 Everything here is loaded when it is first used, so that importing the package is cheap.
 """

@@ -1,7 +1,7 @@
 """What came of a run, read from its directory.
 
 result = Result(Path("runs/latest"))
-result.figure, result.checkpoint, result.metrics[-1]["loss"]
+result.reward, result.checkpoint, result.metrics[-1]["loss"]
 """
 
 from __future__ import annotations
@@ -39,9 +39,14 @@ class Result:
         return list(read_samples(RunDirectory(self.run).samples))
 
     @property
-    def figure(self) -> float | None:
-        """The mean reward on held-out problems at the end: their accuracy if rewards are 0 or 1."""
+    def reward(self) -> float | None:
+        """The mean reward on held-out problems at the end; None if they could not be evaluated."""
         return self.summary["accuracy_final"]
+
+    @property
+    def accuracy(self) -> float | None:
+        """The same, if all rewards on held-out problems were 0 or 1; otherwise None."""
+        return self.reward if self.summary["binary"] else None
 
     @property
     def checkpoint(self) -> Path | None:

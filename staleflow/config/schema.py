@@ -45,7 +45,7 @@ class Evaluation(Drawing):
     patience: Whole = 0
     """The run ends after this many evaluations in a row without a better figure; 0: it does not."""
     when: Literal["during", "after"] = "during"
-    """``after``: versions are kept in memory and evaluated when training has ended, so that it is not disturbed."""
+    """``after``: versions are kept on the disk and evaluated when training has ended, so that it is not disturbed."""
 
     def contradictions(self) -> Iterator[str]:
         if self.samples > 1 and self.temperature == 0:

@@ -2,8 +2,9 @@
 
 Every line is written at once and ends with a newline, so a reader sees whole lines only. A process that dies while it
 writes, or a machine that loses its power, can leave a torn end; opening the file again cuts it off. A line that does
-not fit on the disk is removed again. JSON has no NaN and no infinity: they become null. A run that is resumed after a
-crash may repeat steps that were written but not committed; ``read_metrics`` keeps the last line of each step::
+not fit on the disk is removed again. JSON has no NaN and no infinity: they become null. A run that is resumed removes
+the lines of steps that it makes again; files of earlier releases may repeat steps, and ``read_metrics`` keeps the last
+line of each::
 
     with MetricsLog(run / "metrics.jsonl") as log:
         log.write({"step": 1, "reward": 0.31, "loss": float("nan")})
@@ -45,6 +46,19 @@ class MetricsLog:
         except OSError:
             os.ftruncate(self._file.fileno(), before)
             raise
+
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Remove the lines of this step and of later ones from the end: they are made again. Returns them."""
+        descriptor = self._file.fileno()
+        end, removed = os.fstat(descriptor).st_size, list[dict[str, Any]]()
+        while end > 0:
+            row = _row(os.pread(descriptor, end - (begin := _after_newline(descriptor, end - 1)), begin))
+            if row is not None and not (isinstance(row.get("step"), int) and row["step"] >= step):
+                break
+            removed += [row] if row is not None else []
+            end = begin
+        os.ftruncate(descriptor, end)
+        return removed[::-1]
 
     def close(self) -> None:
         self._file.close()

@@ -5,7 +5,8 @@
     runs/latest -> 20261115-191400-laptop
     runs/20261115-191400-laptop/
         config.yaml     everything that was asked for
-        events.db       the journal of the present life of the run
+        origin.json     what must be the same when it is resumed: settings, data, base model
+        events.db       the journal, and events.db-payload/ with the tokens; events-N.db if attempt N began another
         metrics.jsonl   one line per step
         decisions.jsonl what the coordinator decided and on what; the latest of it, and decisions.1.jsonl before that
         samples.jsonl   some prompts and responses of every step, with their rewards
@@ -26,6 +27,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -37,6 +39,8 @@ from typing import Any
 from staleflow.config import Config, ConfigError, load, to_yaml
 from staleflow.errors import RunError
 from staleflow.files import write_whole
+
+_JOURNAL = re.compile(r"events(?:-(\d+))?\.db")
 
 
 class RunDirectory:
@@ -79,9 +83,21 @@ class RunDirectory:
             raise ConfigError(f"{path} is no run: give a folder that has a config.yaml, such as runs/latest")
         return run, load(str(run.config_file), [])
 
-    def journal(self, life: int) -> Path:
-        """Each life of a run has a journal of its own: it begins with the state that it resumes from."""
-        return self.path / ("events.db" if life == 1 else f"events-{life}.db")
+    def journal(self, number: int = 1) -> Path:
+        """One serves all attempts at the run. Only if it cannot be continued, another begins, with a later number."""
+        return self.path / ("events.db" if number == 1 else f"events-{number}.db")
+
+    @property
+    def journals(self) -> list[int]:
+        """The numbers of those that there are. The last one counts."""
+        names = (_JOURNAL.fullmatch(each.name) for each in self.path.glob("events*.db"))
+        return sorted(int(name[1] or 1) for name in names if name)
+
+    def remove_journal(self, number: int) -> None:
+        path = self.journal(number)
+        shutil.rmtree(f"{path}-payload", ignore_errors=True)
+        for each in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", ".lock"))):
+            each.unlink(missing_ok=True)
 
     @property
     def store(self) -> str:
@@ -99,10 +115,6 @@ class RunDirectory:
     def _which(self) -> str:
         """Tells it from all other runs, also from one that had this path before."""
         return hashlib.blake2b(f"{self.path} {self.path.stat().st_ino}".encode(), digest_size=8).hexdigest()
-
-    @property
-    def lives(self) -> int:
-        return len(list(self.path.glob("events*.db")))
 
     def checkpoint(self, version: int) -> Path:
         return self.checkpoints / f"step-{version:06d}"

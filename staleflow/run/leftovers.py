@@ -1,4 +1,5 @@
-"""What dead runs left on this machine: shared memory, half-written checkpoints and models. Never what a live one uses.
+"""What dead runs left on this machine: processes, shared memory, half-written checkpoints and models; never what a live
+one uses.
 
     for each in leftovers(Path("runs"), Path("cache"), remove=False): print(each.kind, each.name, each.bytes)
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import NamedTuple
 
 from staleflow.errors import RunError
 from staleflow.run.directory import RunDirectory
+from staleflow.run.processes import end, processes, supervised
 from staleflow.servers.weights.segments import SHM_FOLDER, StoreRegistry, unlink_segment
 from staleflow.servers.weights.slots import segments_of
 from staleflow.tasks.folders import abandoned
@@ -36,11 +39,45 @@ def leftovers(
 ) -> list[Leftover]:
     """All of them, and if ``remove`` they are gone after that. ``runs`` and ``cache``: the settings of these names."""
     registry = registry or StoreRegistry(None)
-    found: list[Leftover] = []
+    found = list(_processes(runs, remove))
     with registry.locked():
         found += _stores(registry, shared, remove)
         found += _segments(registry, shared, remove)
-    return [*found, *_drafts(runs, remove), *_models(cache, remove)]
+    return [*found, *_sockets(registry, remove), *_drafts(runs, remove), *_models(cache, remove)]
+
+
+def _processes(runs: Path, remove: bool) -> Iterator[Leftover]:
+    """Those of runs in this folder that wait for a control plane, unless somebody is about to start one."""
+    for each in list(processes()):
+        if each.run.parent != runs.resolve() or _owned(each.run) or supervised(each):
+            continue
+        with suppress(OSError):
+            pages = int(Path(f"/proc/{each.pid}/statm").read_text().split()[1])
+            yield Leftover("process", f"{each.pid}, {each.name} of {each.run}", pages * os.sysconf("SC_PAGE_SIZE"))
+            if remove:
+                end([each])
+
+
+def _owned(run: Path) -> bool:
+    if not run.is_dir():
+        return False
+    try:
+        with RunDirectory(run).owned():
+            return False
+    except RunError:
+        return True
+
+
+def _sockets(registry: StoreRegistry, remove: bool) -> Iterator[Leftover]:
+    """At which nobody listens."""
+    for path in sorted(registry.folder.glob("*.sock")):
+        with socket.socket(socket.AF_UNIX) as end, suppress(FileNotFoundError):
+            try:
+                end.connect(str(path))
+            except ConnectionRefusedError:
+                yield Leftover("socket", str(path), 0)
+                if remove:
+                    path.unlink(missing_ok=True)
 
 
 def _stores(registry: StoreRegistry, shared: Path, remove: bool) -> Iterator[Leftover]:

@@ -16,6 +16,8 @@ from typing import Any
 from staleflow.config import Config
 from staleflow.config.resuming import fixed_settings
 from staleflow.errors import RunError
+from staleflow.files import write_whole
+from staleflow.run.directory import RunDirectory
 from staleflow.tasks.options import ADDER, SMOLLM
 
 ORIGIN = "origin.json"
@@ -31,6 +33,14 @@ def origin_of(config: Config, data: str, model: Path) -> bytes:
     return json.dumps(
         {"settings": fixed_settings(config), "data": data, "model": _model(config, model)}, indent=1
     ).encode()
+
+
+def write_origin(directory: RunDirectory, origin: bytes) -> None:
+    """For a resume before there is a checkpoint."""
+    try:
+        write_whole(directory.path / ORIGIN, origin.decode())
+    except OSError as error:
+        raise RunError(f"{directory.path} cannot be written ({error.strerror}): make room") from None
 
 
 def refuse_other_settings(checkpoint: Path, config: Config) -> None:
@@ -65,6 +75,8 @@ def _read(checkpoint: Path) -> dict[str, Any]:
         return json.loads((checkpoint / ORIGIN).read_text())
     except FileNotFoundError:
         return {}
+    except ValueError as error:
+        raise RunError(f"{checkpoint / ORIGIN} is damaged ({error}): restore it, or start a new run") from None
 
 
 def _model(config: Config, folder: Path) -> dict[str, str]:

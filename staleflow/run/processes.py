@@ -1,6 +1,7 @@
 """The processes of runs on this machine, found by what they were started with: no list is kept that could be wrong.
 
     for each in processes(run): each.name, each.pid
+    end(processes(run))
 
 They outlive the control plane that started them for a while, so that another one can take over. Only where there is
 ``/proc``.
@@ -9,13 +10,19 @@ They outlive the control plane that started them for a while, so that another on
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 MODULE = "staleflow.runtime.local.child"
 """What a process runs: ``python -m MODULE SOCKET NAME INCARNATION RUN``."""
+
+
+GONE_S = 10.0
+"""How long killed processes may take to be gone."""
 
 
 class Process(NamedTuple):
@@ -37,3 +44,22 @@ def processes(run: Path | None = None) -> Iterator[Process]:
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             if state not in "ZX" and (run is None or Path(where) == run):
                 yield Process(name, int(incarnation), int(folder.name), int(parent), Path(where))
+
+
+def supervised(process: Process) -> bool:
+    """Whether a supervisor has inherited it, which starts another control plane."""
+    with suppress(OSError):
+        words = Path(f"/proc/{process.parent}/cmdline").read_bytes().split(b"\0")
+        return b"train" in words and any(word.endswith(b"staleflow") for word in words)
+    return False
+
+
+def end(left: Iterable[Process]) -> None:
+    """Kill them with everything they started, and wait until they are gone."""
+    pids = {each.pid for each in left}
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    until = time.monotonic() + GONE_S
+    while pids & {each.pid for each in processes()} and time.monotonic() < until:
+        time.sleep(0.02)

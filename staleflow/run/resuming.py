@@ -15,25 +15,22 @@ from staleflow.errors import RunError
 from staleflow.run.checkpoints import Choice, choose, set_aside
 from staleflow.run.directory import RunDirectory
 from staleflow.run.origin import refuse_other_origin, refuse_other_settings
-from staleflow.run.processes import processes
 
 
 def resumable(directory: RunDirectory, config: Config) -> Choice:
-    """The checkpoint to continue from. ``RunError`` if there is none and nobody who has the state in memory, or if it
-    was made with other settings."""
+    """The checkpoint to continue from, if there is one yet. ``RunError`` if neither that nor a journal can serve, or if
+    the run was made with other settings."""
     choice = choose(directory.checkpoints)
-    if choice.folder is None and not any(processes(directory.path)):
+    if choice.folder is None and not directory.journals:
         damaged = "".join(f"; {each.folder.name}: {each.why}" for each in choice.skipped)
         raise RunError(f"{directory.path} has no whole checkpoint to resume from{damaged}: start a new run")
-    if choice.folder is not None:
-        refuse_other_settings(choice.folder, config)
+    refuse_other_settings(choice.folder or directory.path, config)
     return choice
 
 
 def prepared(directory: RunDirectory, config: Config, choice: Choice, data: str, model: Path) -> Path | None:
     """The checkpoint, once data and base model are those that it was made with. The directory is ready then."""
-    if choice.folder is not None:
-        refuse_other_origin(choice.folder, config, data, model)
+    refuse_other_origin(choice.folder or directory.path, config, data, model)
     set_aside(choice)
     directory.write_config(config)
     return choice.folder

@@ -35,7 +35,8 @@ def pack_state(server: TrajectoryServer, record: Record) -> bytes:
     held = [
         (name, payloads.tokens(name).tobytes(), payloads.logprobs(name).tobytes()) for name in names if name in payloads
     ]
-    return msgspec.msgpack.encode(_State(FORMAT, to_state(server), held, record.to_bytes()))
+    state = to_state(server) | {"made": ()}  # what came before is in the checkpoint
+    return msgspec.msgpack.encode(_State(FORMAT, state, held, record.to_bytes()))
 
 
 def unpack_state(body: bytes, server: TrajectoryServer, journal: DurableJournal) -> Record:
@@ -56,7 +57,7 @@ def unpack_state(body: bytes, server: TrajectoryServer, journal: DurableJournal)
     for each in server:
         if each.state in ENDED:
             payloads.seal(each.name)
-    journal.snapshot(to_state(server))
+    journal.snapshot(to_state(server) | {"beside": state.record})
     return record
 
 

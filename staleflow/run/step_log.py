@@ -51,6 +51,10 @@ class StepLog:
         self.busy_s = busy_s
         self.write()
 
+    def rewind(self, step: int) -> dict[str, Any] | None:
+        """Remove the lines of this step and of later ones. Returns that of the step, if it was written."""
+        return next((row for row in self._metrics.rewind(step) if row["step"] == step), None)
+
     def write(self) -> None:
         try:
             while self._rows:

@@ -68,15 +68,21 @@ class TrainerFeed:
     def back(self) -> bool:
         """A trainer is there again, at the newest durable version, with nothing fed. Answers as ``lost`` does."""
         self.away = False
-        news = self.settle()
+        news = self.settle(again=True)
         self._trainer.reset()  # what it was fed before, if anything, is fed again
+        ledger = self._server.ledger
+        if ledger.frontier > ledger.version:
+            self._trainer.feed(ledger.version, [self._server.groups[name] for name in self._server.leased])
+            self._trainer.finish(ledger.version)
         return news
 
-    def settle(self) -> bool:
-        """Commit the open step if its version is durable, and otherwise roll it back. Whether it was committed."""
+    def settle(self, again: bool = False) -> bool:
+        """Commit the open step if its version is durable, and otherwise roll it back. Whether it was committed.
+
+        ``again``: a step that was full is made of the same groups, for there may be tokens of its version already."""
         ledger = self._server.ledger
         if self.pushed(self._trainer.durable()):
             return True
-        if ledger.taken:
+        if ledger.taken and not (again and ledger.frontier > ledger.version):
             self._server.rollback(ledger.version)
         return False

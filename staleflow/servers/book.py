@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from staleflow.protocol import REDUNDANT, Ledger
 from staleflow.servers.journal import NOTES, Event
 from staleflow.servers.lifecycle import Group, Trajectory
+from staleflow.servers.made import MadeStep
 from staleflow.servers.payloads import Payloads
 from staleflow.types import Spans
 
@@ -29,6 +30,10 @@ class Book:
         """Groups of the step that is being trained."""
         self.next_prompt = 0
         self.attempts: dict[int, int] = {}
+        self.keeps_steps = False
+        """Whether the payload of a committed step stays on disk until ``forget``."""
+        self.made: dict[int, MadeStep] = {}
+        """By step: what it was made of."""
         self.on_aborted: Callable[[Trajectory, str], None] = lambda _trajectory, _reason: None
         """Called for every trajectory that ends without being trained, with the reason."""
         self.on_committed: Callable[[int, list[Group]], None] = lambda _step, groups: let_go(groups)
@@ -185,10 +190,16 @@ class Book:
                 del self.trajectories[member.name]
                 if member.state == "complete":
                     member.go("consumed")
-                    self._drop(member.name)
-            self._drop(group.name)
+                    self._drop(member.name, self.keeps_steps)
+            self._drop(group.name, self.keeps_steps)
+        if self.keeps_steps:
+            self.made[step] = MadeStep.of(groups)
         self.leased = []
         self._news.append(lambda: self.on_committed(step, groups))
+
+    def _on_forget(self, version: int) -> None:
+        for step in [step for step in self.made if step < version]:
+            self._dropped += self.made.pop(step).names()
 
     def _on_rollback(self, step: int) -> None:
         self.ledger.rollback(step)
@@ -214,11 +225,13 @@ class Book:
             self._drop(name)
         return running
 
-    def _drop(self, name: str) -> None:
-        """The payload of a trajectory, or the prompt of a group, is no longer needed."""
+    def _drop(self, name: str, stays: bool = False) -> None:
+        """The payload of a trajectory, or the prompt of a group, is no longer needed in memory, nor on disk unless it
+        ``stays``."""
         if self.payloads is not None:
             self.payloads.drop(name)
-            self._dropped.append(name)
+            if not stays:
+                self._dropped.append(name)
 
     def _progress(self, name: str) -> float:
         """What is given up first where redundancy admitted too much: the group with the fewest scored members."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from staleflow.errors import RunError, line_of
 
 FORMAT = 1
+DAMAGED = "it is damaged or not a journal; restore it from a copy, or use another run directory"
 
 SCHEMA = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -23,6 +24,10 @@ CREATE TABLE payload(id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, size I
 
 class JournalError(RunError):
     """The journal cannot be opened, read or written; the message says what to do."""
+
+
+class DamagedError(JournalError):
+    """It is not what was written, or not all of it: a run may continue from a checkpoint instead."""
 
 
 def torn_bytes(path: Path) -> int:
@@ -87,9 +92,10 @@ def open_database(path: Path) -> sqlite3.Connection:
         if (wrong := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(f"malformed: {' '.join(wrong.split())}")
     except UnicodeDecodeError as error:  # SQLite quotes the damaged bytes in its own message
-        raise JournalError(f"cannot open the journal {path} (malformed): {fix_for(error)}") from error
+        raise DamagedError(f"cannot open the journal {path} (malformed): {fix_for(error)}") from error
     except sqlite3.Error as error:
-        raise JournalError(f"cannot open the journal {path} ({line_of(error)}): {fix_for(error)}") from error
+        kind = DamagedError if (fix := fix_for(error)) == DAMAGED else JournalError
+        raise kind(f"cannot open the journal {path} ({line_of(error)}): {fix}") from error
     if found is None or found[0] != FORMAT:
         db.close()
         written = "another program" if found is None else f"format {found[0]}"
@@ -117,8 +123,8 @@ def readable(path: Path) -> Generator[None]:
     """Turn what reading a damaged file raises into one line. SQLite notices some damage, other gives odd values."""
     try:
         yield
-    except (sqlite3.Error, TypeError, ValueError, KeyError, OverflowError) as error:
-        raise JournalError(
+    except (sqlite3.Error, OSError, TypeError, ValueError, KeyError, OverflowError) as error:
+        raise DamagedError(
             f"the journal {path} is damaged ({line_of(error)}): restore it from a copy, or start a new run from "
             "the latest checkpoint"
         ) from error
@@ -131,5 +137,5 @@ def fix_for(error: Exception) -> str:
     if "readonly" in text or "unable to open" in text or "permission" in text.lower():
         return "choose a directory that you may write to"
     if "malformed" in text or "not a database" in text:
-        return "it is damaged or not a journal; restore it from a copy, or use another run directory"
+        return DAMAGED
     return "check the disk"

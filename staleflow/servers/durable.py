@@ -25,13 +25,21 @@ import os
 import sqlite3
 import threading
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
-from staleflow.servers.database import JournalError, fix_for, open_database, readable, take_lock, torn_bytes
+from staleflow.servers.database import (
+    DamagedError,
+    JournalError,
+    fix_for,
+    open_database,
+    readable,
+    take_lock,
+    torn_bytes,
+)
 from staleflow.servers.journal import Event
 from staleflow.servers.payload_files import FileRange, Named, PayloadFiles
 from staleflow.types import Chunk
@@ -277,6 +285,17 @@ class DurableJournal:
                     "resume it with the same settings, or use another run directory"
                 )
 
+    def begin(self, first: int = 1) -> int:
+        """Counts the attempts at a run that write to this journal. The number of this one, at least ``first``."""
+        with readable(self.path):
+            found = self._db.execute("SELECT value FROM meta WHERE key='attempt'").fetchone()
+            attempt = max(first, 1 + int(found[0])) if found else first
+        try:
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES('attempt', ?)", (attempt,))
+        except sqlite3.Error as error:
+            raise JournalError(f"cannot write {self.path} ({error}): {fix_for(error)}") from error
+        return attempt
+
     def recovered(self) -> tuple[dict[str, Any] | None, Iterator[Event]]:
         """The latest snapshot, if there is one, and every event after it."""
         with readable(self.path):
@@ -303,7 +322,7 @@ class DurableJournal:
                 whole = zlib.crc32(body) == crc and last - count == expected
                 events = cast(list[Any], _decode(body)) if whole else []
             if not whole:
-                raise JournalError(
+                raise DamagedError(
                     f"{self.path} is damaged: events {expected + 1} to {last} cannot be read, those before are whole. "
                     "Restore the file from a copy, or start a new run from the latest checkpoint"
                 )
@@ -311,24 +330,43 @@ class DurableJournal:
             for event in events:
                 yield frozen(event)
 
-    def payloads(self, live: Container[str]) -> Iterator[Named]:
-        """Every chunk of payload of the ``live`` names on disk, in the order it came. Deletes all others."""
+    def payloads(self, live: Container[str], kept: Container[str] = ()) -> Iterator[Named]:
+        """Every chunk of payload of the ``live`` names on disk, in the order it came. Deletes all others but those of
+        the ``kept`` names."""
         self._rows, self._live = {}, dict.fromkeys(self._places, 0)
-        for row, place in sorted(self._places.items()):
-            chunks = self._files.read(place)
-            if chunks is None:
-                raise JournalError(
-                    f"{self.path}-payload is damaged: {place.size} bytes at {place.offset} of file {place.file} cannot "
-                    "be read. Restore it from a copy, or start a new run from the latest checkpoint"
-                )
-            for name, chunk in chunks:
-                if name in live:
+        for row in sorted(self._places):
+            for name, chunk in self._read(row):
+                alive = name in live
+                if alive or name in kept:
                     self._rows.setdefault(name, []).append(row)
                     self._live[row] += 1
+                if alive:
                     yield name, chunk
         needless = [row for row in self._places if not self._live[row]]
         self._db.executemany("DELETE FROM payload WHERE id=?", [(row,) for row in needless])
         self._forget(needless)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether any payload of this name is on disk."""
+        return name in self._rows
+
+    def chunks(self, names: Collection[str]) -> Iterator[Named]:
+        """The chunks of payload of these names on disk, in the order they came."""
+        with self._write_lock:
+            rows = sorted({row for name in names for row in self._rows.get(name, ())})
+        for row in rows:
+            yield from ((name, chunk) for name, chunk in self._read(row) if name in names)
+
+    def _read(self, row: int) -> list[Named]:
+        place = self._places[row]
+        with readable(self.path):
+            chunks = self._files.read(place)
+        if chunks is None:
+            raise DamagedError(
+                f"{self.path}-payload is damaged: {place.size} bytes at {place.offset} of file {place.file} cannot "
+                "be read. Restore it from a copy, or start a new run from the latest checkpoint"
+            )
+        return chunks
 
     def _last(self) -> int:
         return self._db.execute("SELECT max(last) FROM log").fetchone()[0] or 0

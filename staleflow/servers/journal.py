@@ -14,7 +14,9 @@ from staleflow.types import Chunk
 
 Event = tuple[Any, ...]
 
-NOTES = frozenset(("decision", "fault", "pull", "push", "restored", "scale"))
+NOTES = frozenset(
+    ("counted", "decision", "evaluated", "fault", "pull", "push", "record", "restored", "scale", "trained")
+)
 """Kinds of events that do not change the trajectory server."""
 
 

@@ -6,11 +6,13 @@ recover(server, journal)      # the state after the last event that survived
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from staleflow.protocol import StalenessLedger
+from staleflow.servers.journal import Event
 from staleflow.servers.lifecycle import Group, Trajectory
+from staleflow.servers.made import MadeStep
 
 if TYPE_CHECKING:
     from staleflow.servers.durable import DurableJournal
@@ -28,6 +30,7 @@ def to_state(server: TrajectoryServer) -> dict[str, Any]:
         "next_prompt": server.next_prompt,
         "attempts": list(server.attempts.items()),
         "resuming": list(server.resuming),
+        "made": [(step, *made) for step, made in server.made.items()],
         "groups": [
             (
                 group.name,
@@ -53,6 +56,7 @@ def restore(server: TrajectoryServer, state: Mapping[str, Any]) -> None:
     server.owed, server.leased = list(state["owed"]), list(state["leased"])
     server.next_prompt = state["next_prompt"]
     server.attempts = dict(state["attempts"])
+    server.made = {step: MadeStep(*made) for step, *made in state.get("made", ())}
     for name, prompt, attempt, prompt_tokens, version, scored, complete, members in state["groups"]:
         group = Group(name, prompt, attempt, prompt_tokens, server.group_size)
         group.version, group.scored, group.complete = version, scored, complete
@@ -70,8 +74,21 @@ def _member(
     return each
 
 
-def recover(server: TrajectoryServer, journal: DurableJournal) -> None:
-    """Bring a new server to the state that the journal describes, payload included."""
+def heard(events: Iterable[Event], hear: Callable[[Event], None]) -> Iterator[Event]:
+    for event in events:
+        hear(event)
+        yield event
+
+
+def recover(
+    server: TrajectoryServer,
+    journal: DurableJournal,
+    restore_beside: Callable[[bytes], None] = lambda _: None,
+    hear: Callable[[Event], None] = lambda _: None,
+) -> None:
+    """Bring a new server to the state that the journal describes, payload included.
+
+    ``restore_beside`` gets what the snapshot holds of ``server.beside``, ``hear`` every event after it."""
     ledger = server.ledger
     journal.belongs_to(
         {
@@ -85,10 +102,12 @@ def recover(server: TrajectoryServer, journal: DurableJournal) -> None:
     state, events = journal.recovered()
     if state is not None:
         restore(server, state)
-    server.replay(events)
+        restore_beside(state.get("beside", b""))
+    server.replay(heard(events, hear))
     if (payloads := server.payloads) is None:
         return
-    for name, chunk in journal.payloads(live=payloads):
+    kept = {name for step in server.made.values() for name in step.names()}
+    for name, chunk in journal.payloads(payloads, kept):
         payloads.add(name, chunk)
     for each in server:
         if each.state in ENDED:

@@ -58,6 +58,8 @@ class TrajectoryServer(Book):
         """Called for every report that is refused, with the reason."""
         self.least_epoch = 1
         """Of placements from now on: those of an earlier term that were forgotten may have used later numbers."""
+        self.beside: Callable[[], bytes] = lambda: b""
+        """What else a snapshot of the journal holds: the state of somebody who can tell it from ``note``."""
         self.short_of_memory = False
         """Whether the next prompt waits until payload has been consumed."""
         self._journal = journal
@@ -247,7 +249,17 @@ class TrajectoryServer(Book):
     def commit(self, step: int) -> None:
         """The version that the step made is durable."""
         self._record(("commit", step))
-        self._journal.may_snapshot(lambda: to_state(self))
+        self._journal.may_snapshot(lambda: to_state(self) | {"beside": self.beside()})
+
+    def forget(self, version: int) -> None:
+        """What the versions up to this one were made of is not needed any more."""
+        if any(step < version for step in self.made):
+            self._record(("forget", version))
+
+    @property
+    def made_bytes(self) -> int:
+        """Of payload on disk that is kept so that steps can be made again."""
+        return sum(step.bytes for step in self.made.values())
 
     def rollback(self, step: int) -> None:
         """The trainer lost the step: its groups are complete again."""

@@ -21,6 +21,8 @@ from staleflow.training.options import TrainerOptions
 
 ADAPTER, BASE = ".lora_", ".base_layer."
 """Parts of the names that peft gives to an adapter's tensors, and to the matrix that it is added to."""
+PEFT = "base_model.model."
+"""What such names begin with in a file."""
 
 
 def prepare(model: Any, options: TrainerOptions) -> None:
@@ -72,16 +74,36 @@ def adapters(model: Any) -> dict[str, Tensor]:
     return {name: each.detach() for name, each in model.named_parameters() if ADAPTER in name}
 
 
-def _inject(model: Any, options: TrainerOptions) -> None:
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        raise ValueError("lora_rank needs the package peft: install it, or leave lora_rank at 0") from None
-    config = LoraConfig(
+def lora_config(options: TrainerOptions, base: str | None = None) -> Any:
+    """peft's own description of the adapters. ``base``: the folder of the model that they are added to."""
+    from peft import LoraConfig, TaskType
+
+    return LoraConfig(
         r=options.lora_rank,
         lora_alpha=options.lora_alpha,  # pyright: ignore[reportArgumentType] - it is only divided by the rank
         target_modules=list(options.lora_targets),
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=base,
+        inference_mode=base is not None,
     )
+
+
+def to_peft(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of adapters under the names that they have in a file of peft."""
+    return {f"{PEFT}{name.replace('.default.', '.')}": each for name, each in found.items()}
+
+
+def from_peft(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """And back."""
+    return {f"{name.removeprefix(PEFT).removesuffix('.weight')}.default.weight": each for name, each in found.items()}
+
+
+def _inject(model: Any, options: TrainerOptions) -> None:
+    try:
+        from peft import inject_adapter_in_model
+    except ImportError:
+        raise ValueError("lora_rank needs the package peft: install it, or leave lora_rank at 0") from None
+    config = lora_config(options)
     found = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
     if unknown := sorted(set(options.lora_targets) - found):
         raise ValueError(

@@ -1,6 +1,6 @@
 """Checkpoints: the model in Hugging Face format, and what the trainer needs to resume exactly.
 
-    save(trainer, run / "checkpoints" / "step-000100", tokenizer=folder_of_the_base_model)
+    save(trainer, run / "checkpoints" / "step-000100", base=folder_of_the_base_model)
     version = load(trainer, run / "checkpoints" / "step-000100")
 
 A checkpoint is written under another name, sealed with the checksums of its files (``checksums.py``) and renamed, so
@@ -8,7 +8,8 @@ whatever has the final name was whole; an unfinished one is removed by the next 
 is JSON: nothing is unpickled.
 
     model.safetensors, config.json   the model, adapters merged in: ``AutoModelForCausalLM.from_pretrained`` loads it
-    adapters.safetensors             LoRA's own matrices, to be added to the model that the run began with
+    tokenizer.json, ...              tokenizer, chat template and generation config of the base model
+    adapter/                         LoRA's own matrices: ``PeftModel.from_pretrained`` adds them to the base model
     value_head.safetensors           of PPO
     optimiser.safetensors            moments by parameter, and the state of the random number generators
     checksums.json                   of all of these
@@ -25,16 +26,26 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from staleflow.errors import StaleFlowError, line_of
-from staleflow.training.adapters import adapters
+from staleflow.training.adapters import adapters, from_peft, lora_config, to_peft
 from staleflow.training.checksums import OPTIMISER, REPLACED, SEALED, UNFINISHED, seal, sync
 from staleflow.training.checksums import TRAINER as STATE
 from staleflow.training.trainer import Trainer
 
 FORMAT = 1
-ADAPTERS, VALUES = "adapters.safetensors", "value_head.safetensors"
+VALUES = "value_head.safetensors"
+ADAPTER = "adapter"
+"""A folder: beside ``adapter_config.json``, transformers would not take ``model.safetensors`` for the model."""
+ADAPTERS = "adapters.safetensors"
+"""What earlier releases wrote instead."""
+BESIDE = (
+    *("*token*", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
+    *("chat_template*", "additional_chat_templates", "generation_config.json"),
+)
+"""What a model folder has beside its weights and its shape."""
 RNG, CUDA_RNG = "rng", "rng cuda"
 SAME_BASE = 1e-5
 """Merged weights of the same base differ by no more than this between machines, relative to the largest."""
@@ -47,14 +58,14 @@ class CheckpointError(StaleFlowError, ValueError):
 def save(
     trainer: Trainer,
     folder: str | Path,
-    tokenizer: str | Path | None = None,
+    base: str | Path | None = None,
     also: Mapping[str, bytes] | None = None,
     replace: bool = False,
 ) -> None:
     """Write a checkpoint of the trainer between two steps.
 
-    ``tokenizer``: a folder whose tokenizer files are copied. ``also``: more files by name. ``replace``: an existing
-    checkpoint of this name is removed once the new one is whole.
+    ``base``: the folder of the base model, whose tokenizer, chat template and generation config are copied. ``also``:
+    more files by name. ``replace``: an existing checkpoint of this name is removed once the new one is whole.
     """
     target = Path(folder)
     if target.exists() and not replace:
@@ -64,7 +75,7 @@ def save(
         shutil.rmtree(left)
     made = target.parent / f"{UNFINISHED}{target.name}"
     try:
-        _make(trainer, made, tokenizer, also or {})
+        _make(trainer, made, base, also or {})
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)  # on a full disk it would be in everybody's way
         raise
@@ -77,10 +88,14 @@ def save(
     sync(target.parent)
 
 
-def _make(trainer: Trainer, made: Path, tokenizer: str | Path | None, also: Mapping[str, bytes]) -> None:
+def _make(trainer: Trainer, made: Path, base: str | Path | None, also: Mapping[str, bytes]) -> None:
     _write(trainer, made)
-    for file in Path(tokenizer).glob("*token*") if tokenizer is not None else ():
-        shutil.copy(file, made / file.name)
+    for each in {each for kind in BESIDE for each in Path(base).glob(kind)} if base is not None else ():
+        (shutil.copytree if each.is_dir() else shutil.copy)(each, made / each.name)
+    if trainer.options.lora_rank:
+        onto = str(Path(base).resolve()) if base is not None else ""
+        lora_config(trainer.options, onto).save_pretrained(made / ADAPTER)
+        save_file(to_peft(adapters(trainer.model)), made / ADAPTER / "adapter_model.safetensors")
     for name, content in also.items():
         if Path(name).name != name or (made / name).exists():
             raise CheckpointError(f"{name!r} cannot be a file beside the checkpoint's own: give another plain name")
@@ -89,10 +104,14 @@ def _make(trainer: Trainer, made: Path, tokenizer: str | Path | None, also: Mapp
 
 
 def _write(trainer: Trainer, folder: Path) -> None:
-    with quiet():
-        trainer.model.save_pretrained(folder, state_dict=trainer.weights())
-    if trainer.options.lora_rank:
-        save_file(adapters(trainer.model), folder / ADAPTERS)
+    model = trainer.model
+    mine = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=mine.eos_token_id, pad_token_id=mine.pad_token_id)
+    try:
+        with quiet():
+            model.save_pretrained(folder, state_dict=trainer.weights())
+    finally:
+        model.generation_config = mine  # transformers refuses to write some that it reads; the base model's is copied
     if trainer.value_head is not None:
         save_file(trainer.value_head.state_dict(), folder / VALUES)
     save_file(optimiser_state(trainer), folder / OPTIMISER)
@@ -109,7 +128,7 @@ def load(trainer: Trainer, folder: str | Path) -> int:
         state = json.loads((source / STATE).read_text())
         optimiser = load_file(source / OPTIMISER)
         weights = _weights(source)
-        own = load_file(source / ADAPTERS) if trainer.options.lora_rank else {}
+        own = _adapters(source) if trainer.options.lora_rank else {}
         values = load_file(source / VALUES) if trainer.value_head is not None else {}
         saved_format, version, _ = state["format"], state["version"], optimiser[RNG]
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -208,6 +227,12 @@ def _check_base(source: Path, mine: dict[str, Tensor], saved: dict[str, Tensor])
                 f"{source}: its adapters do not belong to this model's {name}: build the trainer from the folder that "
                 "the run began with"
             )
+
+
+def _adapters(folder: Path) -> dict[str, Tensor]:
+    if (folder / ADAPTERS).exists():
+        return load_file(folder / ADAPTERS)
+    return from_peft(load_file(folder / ADAPTER / "adapter_model.safetensors"))
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:

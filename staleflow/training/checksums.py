@@ -26,9 +26,11 @@ PIECE = 1 << 22
 
 def seal(folder: Path) -> None:
     """Write the checksums of the folder's files. All files and the folder itself are synced when this returns."""
-    for file in folder.iterdir():
-        sync(file)
-    (folder / CHECKSUMS).write_text(_render(folder, [file.name for file in folder.iterdir()]))
+    inside = list(folder.rglob("*"))
+    for each in inside:
+        sync(each)
+    names = [each.relative_to(folder).as_posix() for each in inside if each.is_file()]
+    (folder / CHECKSUMS).write_text(_render(folder, names))
     sync(folder / CHECKSUMS)
     sync(folder)
 
@@ -50,7 +52,7 @@ def _changed(folder: Path) -> str:
     noted: dict[str, dict[str, Any]] = json.loads(content)
     for name, was in noted.items():
         path = folder / name
-        if Path(name).name != name or not path.is_file():
+        if Path(name).is_absolute() or ".." in Path(name).parts or not path.is_file():
             return f"{name} is missing"
         size = path.stat().st_size
         if size != was["bytes"]:

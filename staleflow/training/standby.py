@@ -31,6 +31,7 @@ from torch import Tensor
 
 from staleflow.servers.weights import LocalParameterServer, WeightsError
 from staleflow.training.checkpoints import optimiser_state, restore_optimiser, trained_parameters
+from staleflow.training.fed import note_of
 from staleflow.training.trainer import Trainer
 
 MOST_BEHIND = 8
@@ -96,7 +97,7 @@ class Standby:
         self._forget(version)
 
     def _note(self, step: int) -> Path:
-        return self._folder / f"fed-{step:012d}.msgpack"
+        return note_of(self._folder, step)
 
     def _forget(self, before: int) -> None:
         """Delete what was fed to steps that will not be made again."""

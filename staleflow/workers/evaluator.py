@@ -1,8 +1,10 @@
 """Held-out accuracy, measured beside the run: an engine of its own, greedy, on whatever version is the newest.
 
-evaluator = Evaluator(engine, weights, problems, sampling, judge, moved)
+evaluator = Evaluator(engine, weights, problems, sampling, judge, folder, moved)
 evaluator.keep()                                # a copy, to be evaluated when there is time
 for evaluated in evaluator.evaluate(): ...      # what was kept, then the newest
+
+What is kept is in files, for the evaluator that takes this one's place should it die.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import comb
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import msgspec
 import torch
+from safetensors.torch import load_file, save_file
 
 from staleflow.config.schema import passes
 from staleflow.reward.judge import Judgement
@@ -25,6 +29,7 @@ from staleflow.types import Evaluate, Evaluated, Moved, Ready, Stop, TakeOver
 from staleflow.workers.best import Best
 from staleflow.workers.link import Gone, Link
 
+KEPT = ".safetensors"
 REWARD = "reward"
 """The figure that is always there: the mean reward."""
 SAY_S = 0.5
@@ -42,18 +47,19 @@ class Evaluator:
         problems: Sequence[tuple[Sequence[int], Problem]],
         sampling: Sampling,
         judge: Judged,
+        folder: Path,
         moved: Callable[[], None] = lambda: None,
         samples: int = 1,
         names: Sequence[str] = (),
         best: Best | None = None,
     ) -> None:
-        """``moved`` is called whenever something was done. ``samples``: responses to each problem. ``names``: of the
-        rewards, if there are several. ``best`` keeps the best version."""
+        """``folder``: for what is kept. ``moved`` is called whenever something was done. ``samples``: responses to each
+        problem. ``names``: of the rewards, if there are several. ``best`` keeps the best version."""
         self._samples = samples
         self._names = names
         self._best = best
         self._engine = engine
-        self._kept: list[tuple[int, dict[str, torch.Tensor]]] = []
+        self._folder = folder
         self._weights = weights
         self._problems = problems
         self._sampling = sampling
@@ -62,16 +68,22 @@ class Evaluator:
 
     def keep(self) -> None:
         """Copy the newest version, to be evaluated later."""
-        copies = {name: torch.empty_like(tensor) for name, tensor in self._engine.weights().items()}
+        copies = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in self._engine.weights().items()
+        }
         version = self._weights.pull(copies, 0)
-        if not self._kept or self._kept[-1][0] < version:
-            self._kept.append((version, copies))
+        self._folder.mkdir(exist_ok=True)
+        draft = self._folder / "draft"
+        save_file(copies, draft)
+        draft.replace(self._folder / f"{version:012d}{KEPT}")
 
     def evaluate(self) -> Iterator[Evaluated]:
         """What was kept, then the newest version."""
-        kept, self._kept = self._kept, []
-        for version, copies in kept:
-            yield self._evaluate(lambda into, version=version, copies=copies: _copied(into, version, copies))
+        for file in sorted(self._folder.glob(f"*{KEPT}")):
+            yield self._evaluate(
+                lambda into, file=file: _copied(into, int(file.name.removesuffix(KEPT)), load_file(file))
+            )
+            file.unlink()
         yield self._evaluate(self._weights)
 
     def _evaluate(self, source: WeightSource | LoadWeights) -> Evaluated:

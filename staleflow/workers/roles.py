@@ -9,6 +9,7 @@ Nothing here knows how the process was started or what carries its messages.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Mapping
 from operator import methodcaller
 from pathlib import Path
@@ -121,6 +122,9 @@ def _evaluator(setup: Setup, link: Link) -> Any:
     cut = was_cut(task, config.rollout.stop_strings)
     judge = Judge(config.reward, decoder_of(config.data, Path(setup.model)), cut)
     moved, sampling = Signs(link).move, config.evaluation_sampling(task.stop_tokens)
+    kept = Path(setup.run) / "kept"
+    if not setup.standby:  # versions of another attempt, which may not be those that this one makes
+        shutil.rmtree(kept, ignore_errors=True)
     best = None
     if config.checkpoints.best:
         best = Best(Path(setup.run) / "checkpoints" / "best", Path(setup.model), config.evaluation.figure)
@@ -130,6 +134,7 @@ def _evaluator(setup: Setup, link: Link) -> Any:
         task.held_out,
         sampling,
         judge,
+        kept,
         moved,
         config.evaluation.samples,
         config.reward.names,

@@ -1,6 +1,6 @@
 """The trainer as a process: groups come in, versions go out to the parameter server.
 
-    worker = TrainerWorker(trainer, weights, send, tokenizer=folder)
+    worker = TrainerWorker(trainer, weights, send, base=folder)
     worker.publish()                     # the version to begin with, and what another trainer would continue from
     worker.handle([Feed(0, groups), Finish(0)])
 
@@ -55,7 +55,7 @@ class TrainerWorker:
         trainer: Trainer,
         weights: ParameterServer,
         send: Callable[[msgspec.Struct], None],
-        tokenizer: Path | None = None,
+        base: Path | None = None,
         standby: Standby | None = None,
     ) -> None:
         """``standby``: where each version leaves what a trainer needs to take this one's place."""
@@ -70,7 +70,7 @@ class TrainerWorker:
         trainer.on_pass = self._move
         self._weights = weights
         self._send = send
-        self._tokenizer = tokenizer
+        self._base = base
         self._standby = standby
 
     def publish(self) -> None:
@@ -182,7 +182,7 @@ class TrainerWorker:
         why = ""
         if not folder.is_dir() or any(content != _content(folder / name) for name, content in also.items()):
             try:
-                save(self.trainer, folder, tokenizer=self._tokenizer, also=also, replace=True)
+                save(self.trainer, folder, base=self._base, also=also, replace=True)
             except (OSError, SafetensorError) as error:
                 why = line_of(error)
         self._send(Saved(str(folder), self.trainer.version, why))

@@ -55,7 +55,8 @@ def test_a_run_in_a_notebook_with_its_own_rewards_and_rows_and_its_resume(
     result = asyncio.run(notebook())
     assert [row["step"] for row in seen] == [0, 1]
     assert [row["step"] for row in result.metrics] == [0, 1]
-    assert result.figure == result.summary["accuracy_final"] is not None
+    assert result.reward == result.summary["accuracy_final"] is not None
+    assert result.accuracy is None, "these rewards are not 0 or 1"
     assert result.checkpoint == result.run / "checkpoints" / "step-000002"
     assert result.best == result.run / "checkpoints" / "best"
     assert {"reward/even", "reward/whole", "cut", "reward_std"} <= set(result.metrics[0])

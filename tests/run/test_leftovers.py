@@ -3,8 +3,10 @@
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from staleflow.cli import main
 from staleflow.config import load
 from staleflow.run.directory import RunDirectory
 from staleflow.run.leftovers import leftovers
+from staleflow.run.processes import MODULE
 from staleflow.servers.weights import claim, reclaim
 from staleflow.servers.weights.segments import SHM_FOLDER, StoreRegistry, unlink_segment
 from staleflow.servers.weights.slots import segments_of
@@ -152,3 +155,30 @@ def test_a_model_whose_maker_was_killed_is_removed_by_the_next(tmp_path: Path, m
 
     made_once(tmp_path / "model", make)
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
+
+
+def test_processes_that_wait_for_a_control_plane_and_dead_sockets_are_found(tmp_path: Path) -> None:
+    """Only a run that somebody owns keeps them."""
+    registry, run = StoreRegistry(tmp_path / "registry"), tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    words = [sys.executable, "-c", "import time; time.sleep(100)", "-m", MODULE, "socket", "i0", "1", str(run)]
+    process = subprocess.Popen(words, start_new_session=True)
+    dead, alive = (socket.socket(socket.AF_UNIX) for _ in range(2))
+    dead.bind(str(registry.folder / "dead.sock"))
+    alive.bind(str(registry.folder / "alive.sock"))
+    alive.listen()
+
+    def found(remove: bool) -> list[str]:
+        every = leftovers(tmp_path / "runs", tmp_path, remove, registry, tmp_path)
+        return [f"{each.kind} {each.name}" for each in every if str(tmp_path) in each.name]
+
+    socket_there = f"socket {registry.folder / 'dead.sock'}"
+    with RunDirectory(run).owned():
+        assert found(remove=False) == [socket_there]
+    assert found(remove=False) == [f"process {process.pid}, i0 of {run}", socket_there]
+    threading.Thread(target=process.wait).start()  # as its parent does
+    found(remove=True)
+    assert process.wait(60) == -signal.SIGKILL
+    assert found(remove=False) == []
+    alive.close()
+    dead.close()

@@ -20,7 +20,9 @@ SOURCE = Source(first=3)
 
 
 def new_server(journal: Journal, limits: Limits = LIMITS) -> TrajectoryServer:
-    return TrajectoryServer(StalenessLedger(2, 1, 1), 2, 1, journal, Payloads(limits))
+    server = TrajectoryServer(StalenessLedger(2, 1, 1), 2, 1, journal, Payloads(limits))
+    server.keeps_steps = True
+    return server
 
 
 def content(name: str, start: int, end: int) -> Chunk:
@@ -39,7 +41,7 @@ def image(server: TrajectoryServer) -> str:
         if each.state != "aborted"
     ]
     prompts = [payloads.token_bytes(name) for name in server.groups]
-    whole = repr((state_of(server), held, prompts, payloads.bytes, payloads.claimed))
+    whole = repr((state_of(server), held, prompts, payloads.bytes, payloads.claimed, server.made))
     return hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()
 
 
@@ -55,6 +57,7 @@ class RandomActs:
             self.interrupt,
             self.release,
             *(self.train,) * 4,
+            self.forget,
         )
 
     def act(self) -> None:
@@ -98,6 +101,11 @@ class RandomActs:
         one = self.pick("queued", "running", "complete")
         if one and one.group.name not in self.server.leased and self.random.random() < 0.3:
             self.server.release(one.group, "no signal")
+
+    def forget(self) -> None:
+        """As a checkpoint does, of one of the versions since the last."""
+        if self.random.random() < 0.2:
+            self.server.forget(self.server.ledger.version - self.random.randrange(3))
 
     def train(self) -> None:
         ledger = self.server.ledger

@@ -1,6 +1,8 @@
 """A damaged journal is refused in one line, or gives back the state after a whole prefix of events; nothing else."""
 
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from random import Random
 
@@ -65,6 +67,19 @@ def test_damage_that_sqlite_quotes_in_its_message_is_one_line(written: Pictured)
     body = written.path.read_bytes()
     for at in range(body.index(b"CREATE"), 4096):
         damaged(written, written.path, body[:at] + bytes([body[at] ^ 128]) + body[at + 1 :])
+
+
+@pytest.mark.parametrize("change", ["start=-5", "size=-2", "size=1<<60", "start=1<<62", "file=-1", "size=0, crc=0"])
+def test_a_place_of_payload_that_cannot_be_is_one_line_and_not_an_error_of_the_file(
+    written: Pictured, change: str
+) -> None:
+    folder = written.path.parent.with_name("displaced")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(written.path.parent, folder)
+    with closing(sqlite3.connect(folder / written.path.name, isolation_level=None)) as db:
+        db.execute(f"UPDATE payload SET {change}")
+    with pytest.raises(JournalError, match=r"^[^\n]*damaged[^\n]*$"):
+        reopened(folder / written.path.name)
 
 
 @pytest.mark.parametrize(("offset", "size"), [(0, -5), (-5, 5), (0, 2**62), (2**62, 5), (1, 0)])

@@ -13,9 +13,11 @@ from staleflow.servers import payload_files
 from staleflow.servers.database import JournalError, torn_bytes
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.journal import Event
+from staleflow.servers.made import rows_of
 from staleflow.servers.payloads import Chunk
 from staleflow.servers.state import recover
 from staleflow.servers.trajectories import TrajectoryServer
+from staleflow.types import Row
 from tests.servers.random_server import RandomActs, image, new_server
 from tests.servers.small_server import Source
 
@@ -155,13 +157,47 @@ def test_payload_of_what_was_consumed_or_given_up_leaves_the_disk(
     assert server.ledger.counts()["committed"] > 20
     assert int(files[-1].stem) > 2 * len(files), "old files are deleted"
     live_names = {each.name for each in server if each.state != "aborted"} | set(server.groups)
-    tokens = sum(len(chunk.tokens) for _, chunk in journal.payloads(live_names)) // 4
+    kept = {name for step in server.made.values() for name in step.names()}
+    tokens = sum(len(chunk.tokens) for _, chunk in journal.payloads(live_names, kept)) // 4
     assert tokens == sum(server.payloads.tokens(name).size for name in live_names)
     journal.close()
     (tmp_path / "journal.db-payload" / "99999999.bin").write_bytes(b"begun, and never committed")
     _, again = reopened(journal.path)
     assert image(again) == image(server)
     assert not (tmp_path / "journal.db-payload" / "99999999.bin").exists()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_since_the_last_checkpoint_can_be_fed_again_after_a_crash(tmp_path: Path, seed: int) -> None:
+    """What the trainer was fed comes back row by row, in the order of the groups; what was forgotten does not."""
+    fed: dict[int, list[Row]] = {}
+    journal = Pictured(tmp_path / "a" / "journal.db", threaded=False, snapshot_events=60)
+    server = new_server(journal)
+    acts = RandomActs(server, Random(seed))
+    for at in range(900):
+        ledger = server.ledger
+        if ledger.frontier > ledger.version:
+            fed[ledger.version] = server.rows(server.groups[name] for name in server.leased)
+        acts.act()
+        if at % 7 == 0:
+            journal.commit()
+    journal.commit()
+    again, recovered = reopened(copied(journal.path, tmp_path / "b"))
+    assert recovered.made.keys() == server.made.keys()
+    assert recovered.made
+    for step, made in recovered.made.items():
+        assert [row for group in rows_of(made, again) for row in group] == fed[step]
+        assert made.bytes == sum(len(row.token_bytes) * 2 for row in fed[step]) + 4 * sum(
+            recovered_prompt(group) for group in rows_of(made, again)
+        )
+    recovered.forget(recovered.ledger.version)
+    again.commit()
+    assert recovered.made == {}
+    assert not any(name in again for step in server.made.values() for name in step.names())
+
+
+def recovered_prompt(group: list[Row]) -> int:
+    return len(group[0].prompt_bytes) // 4
 
 
 # What cannot be opened, read or written

@@ -33,6 +33,7 @@ def test_instances_that_join_and_leave_cost_no_token(seed: int) -> None:
     setting = setting_of(seed)
     strategies = replace(setting.strategies, tail="wait")
     lossless = replace(setting, redundancy=0, extra_members=0, filter="none", strategies=strategies)
-    cluster = run(seed, count=8, setting=lossless, names=("scale", "scale", "late_commands", "late_orders"))
+    names = ("scale", "scale", "scale", "slow_down", "slow_disk", "kill_trainer")
+    cluster = run(seed, count=8, setting=lossless, names=names)
     assert not cluster.recorder.wasted
     assert len(cluster.rollouts) > lossless.instances or cluster.leaving

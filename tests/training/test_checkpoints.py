@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from staleflow.config import Machine, check
+from staleflow.config import load as load_config
+from staleflow.tasks.opening import open_task
+from staleflow.training.adapters import adapters
+from staleflow.training.build import build
 from staleflow.training.checkpoints import STATE, CheckpointError, load, save
 from staleflow.training.checksums import CHECKSUMS, damage
 from staleflow.training.trainer import Trainer, TrainerOptions
+from tests.tiny_models import save_tiny
 from tests.training.test_trainer import base, groups_of
 
 __all__ = ["base"]
@@ -61,7 +67,7 @@ def test_transformers_loads_what_was_saved(base: Any, tmp_path: Path, options: T
     train(trainer, 1)
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "tokenizer.json").write_text("{}")
-    save(trainer, tmp_path / "a", tokenizer=tmp_path / "base")
+    save(trainer, tmp_path / "a", base=tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype=torch.float64)
     tokens = torch.tensor([[1, 2, 3]])
     assert torch.allclose(model(tokens).logits, trainer.model(tokens).logits)
@@ -165,3 +171,58 @@ def test_what_cannot_be_resumed_is_refused(base: Any, tmp_path: Path) -> None:
     (tmp_path / "a" / STATE).write_text(json.dumps({"format": 9, "version": 0}))
     with pytest.raises(CheckpointError, match="has format 9"):
         load(trainer, tmp_path / "a")
+
+
+def test_a_checkpoint_is_a_whole_model_that_chats_and_is_trained_on(tmp_path: Path) -> None:
+    """Its chat template was lost, so a chat model could neither be served nor trained further."""
+    folder = save_tiny(tmp_path / "base")
+    (folder / "chat_template.jinja").write_text("{% for each in messages %}{{ each.content }}+1={% endfor %}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "temperature": 0.6}))
+    (folder / "vocab.json").write_text("{}")
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"{at}+{at}", "answer": 2 * at}) + "\n" for at in range(1, 9)))
+    made: list[str] = []
+    for step in range(2):  # the second is made from the first
+        trainer = build(folder, TrainerOptions(0))
+        train(trainer, 1)
+        save(trainer, target := tmp_path / f"step-{step}", base=folder)
+        assert damage(target) == ""
+        for name in ("chat_template.jinja", "generation_config.json", "vocab.json"):
+            assert (target / name).read_bytes() == (folder / name).read_bytes()
+        chat = ["data.chat=true", f"data.source={source}", "reward.function=last-number"]
+        chat += ["data.max_prompt_tokens=16", "rollout.max_tokens=16"]
+        config = load_config("plain", [f"model={target}", *chat])
+        check(config, Machine(cores=2, memory=64 * 2**30))
+        task = open_task(config.data, target, config.seed, 2)
+        made.append(task.prompts.ids(0).hex())
+        messages = [{"role": "user", "content": "1+1"}]
+        assert AutoTokenizer.from_pretrained(target).apply_chat_template(messages, tokenize=False) == "1+1+1="
+        assert AutoModelForCausalLM.from_pretrained(target).generation_config.eos_token_id == [1, 2]
+        folder = target
+    assert made[0] == made[1]
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ message }}")
+    assert damage(folder).startswith("additional_chat_templates/tools.jinja has")
+
+
+def test_peft_loads_the_adapters_onto_the_base_model_and_transformers_the_whole(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    folder = save_tiny(tmp_path / "base")
+    trainer = build(folder, options := TrainerOptions(0, lora_rank=2, learning_rate=1e-2, warmup_steps=1))
+    train(trainer, 2)
+    save(trainer, target := tmp_path / "a", base=folder)
+    described = json.loads((target / "adapter" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == str(folder)
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), target / "adapter")
+    whole, before = (AutoModelForCausalLM.from_pretrained(each) for each in (target, folder))
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.allclose(adapted(tokens).logits, whole(tokens).logits, atol=1e-5)
+    assert not torch.allclose(whole(tokens).logits, before(tokens).logits, atol=1e-5)
+    straight = trainer.weights()
+    resumed = build(folder, options)
+    load(resumed, target)
+    assert all(map(torch.equal, straight.values(), resumed.weights().values()))
+    save_file(adapters(trainer.model), target / "adapters.safetensors")  # as earlier releases wrote them
+    (target / "adapter" / "adapter_model.safetensors").unlink()
+    assert load(build(folder, options), target) == 2

@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 def evaluator(folder: Path, store: Store, reward: Any) -> Evaluator:
     engine = TorchEngine(folder, EngineOptions(kv_tokens=256, max_running=8, threads=1), version=-1)
     sampling = Sampling(temperature=0.0, max_tokens=8)
-    return Evaluator(engine, store, PROBLEMS, sampling, in_process(reward))
+    return Evaluator(engine, store, PROBLEMS, sampling, in_process(reward), folder / "kept")
 
 
 def in_process(reward: Any) -> Judged:
@@ -88,6 +88,17 @@ def test_kept_versions_are_evaluated_as_they_were(folder: Path) -> None:
     assert together == pytest.approx(alone)
 
 
+def test_versions_that_a_dead_evaluator_kept_are_evaluated_by_the_next(folder: Path) -> None:
+    """They were in its memory, and reported as missing."""
+    store = Store()
+    first = evaluator(folder, store, score)
+    for store.version in range(2):
+        first.keep()
+    store.version = 2
+    assert [each.version for each in evaluator(folder, store, score).evaluate()] == [0, 1, 2]
+    assert [each.version for each in evaluator(folder, store, score).evaluate()] == [2], "once"
+
+
 def test_responses_that_cannot_be_scored_are_counted_and_are_no_zeros(folder: Path) -> None:
     def sometimes(problem: Problem, _: Response) -> float:
         if problem.facts["at"] % 2:
@@ -105,7 +116,7 @@ def test_several_responses_to_a_problem_give_pass_at_k(folder: Path) -> None:
     engine = TorchEngine(folder, EngineOptions(kv_tokens=256, max_running=8, threads=1), version=-1)
     judge = in_process(lambda _, response: float(sum(response.tokens) % 2))
     sampling = Sampling(temperature=1.0, max_tokens=8)
-    evaluated = next(Evaluator(engine, Store(), PROBLEMS, sampling, judge, samples=4).evaluate())
+    evaluated = next(Evaluator(engine, Store(), PROBLEMS, sampling, judge, folder / "kept", samples=4).evaluate())
     assert evaluated.binary
     assert evaluated.accuracy == evaluated.figures["reward"]
     assert set(evaluated.figures) == {"reward", "pass@2", "pass@4"}

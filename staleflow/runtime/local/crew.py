@@ -91,6 +91,10 @@ class Crew:
         """Processes of an earlier control plane that have not been adopted."""
         return list(self._found)
 
+    def all_started(self) -> None:
+        """Whoever has not been adopted by now is not needed, and told so when it connects."""
+        self._found.clear()
+
     def start(self, role: Role, name: str, hear: Hear, ended: Callable[[Child], None]) -> Child:
         """A process of this name: one that is there already, the first, or one in the place of another that has died.
 

@@ -49,16 +49,15 @@ class Evaluations:
         self._news.set()
 
     def died(self) -> None:
-        """The evaluator has, and the versions that it kept in memory with it."""
-        self._drop([each for each, now in self._asked.items() if not now], "the evaluator that kept it died")
-        self._deaths += bool(self._asked)
+        """The evaluator has. What it kept for later is for the next."""
+        self._deaths += any(self._asked.values())
         if self._deaths >= TRIES:
             self._drop(list(self._asked), f"{TRIES} evaluators died of it")
             self._deaths = 0
 
     def back(self) -> None:
         if self._asked:
-            self._send(True)
+            self._send(any(self._asked.values()))
 
     def end(self, why: str) -> None:
         """There will be no evaluator any more."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from staleflow.run.incidents import count
 from staleflow.runtime.local.process import Child
 from staleflow.runtime.local.remote import RemoteInstance
 from staleflow.types import Evaluated, Moved, Pushed, Ready, Report, Saved, Trained
@@ -27,8 +26,6 @@ MOST_FAILURES = 256
 class Hearing:
     def __init__(self, run: LocalRun) -> None:
         self.early: list[Report] = []
-        self.trained: Trained | None = None
-        """What the trainer said of the latest step."""
         self.scored = 0
         """Responses."""
         self._failures = 0
@@ -63,15 +60,15 @@ class Hearing:
                 run.control.drain(child.name)
 
     def bad_report(self, instance: str, kind: str, why: str) -> None:
-        count(self._run.record.failures, "instance", kind)
+        self._run.kept.counted("failures", "instance", kind)
         self._run.incidents.rarely("report", f"{instance}: {kind}: {why}", self._run.loop.time())
 
     def instance_ended(self, child: Child) -> None:
         run = self._run
         if (port := run.instances.get(child.name)) is not None:
+            run.record.tokens_lost += port.unseen()
             run.record.instance_busy_s += port.busy_s
             port.busy_s = 0.0
-            run.record.tokens_lost += port.unseen()
         if run.training:
             run.control.left(child.name)
 
@@ -91,9 +88,12 @@ class Hearing:
                 if run.started:  # before that, the control plane finds it out when it recovers
                     run.control.on_pushed(version)
             case Trained():
-                self.trained = message
+                if message.step >= run.server.ledger.version:  # others are made again
+                    run.kept.trained(message, run.seconds, run.spent())
             case Saved():
                 self._trainer_did("save")
+                if not message.why:
+                    run.server.forget(message.version)
                 run.saving.heard(message)
             case Moved(handled=handled, why=why):
                 if why:
@@ -142,7 +142,7 @@ class Hearing:
             run.failed("checkpoint", "best not written", message.trouble)
         if message.accuracy is None:
             return
-        run.record.evaluated(message.version, message.accuracy, message.figures, message.binary)
+        run.kept.evaluated(message.version, message.accuracy, message.figures, message.binary)
         if (why := self._enough(message)) and run.training:
             run.incidents.note(f"the run ends early: {why}")
             run.stopped_early = why
@@ -175,7 +175,7 @@ class Hearing:
         if run.control.over:
             return
         self._failures += 1
-        count(run.record.failures, "reward", "not scored")
+        run.kept.counted("failures", "reward", "not scored")
         run.incidents.rarely("reward", f"reward of {name} failed: {why}", run.loop.time())
         if (away_s := run.pool.away_s) >= run.config.reward.patience_s > 0:
             run.crew.fail(f"the reward service has been away for {away_s:.0f} s (reward.patience_s), last: {why}")
@@ -186,12 +186,12 @@ class Hearing:
 
     def reward_away(self, why: str) -> None:
         run = self._run
-        count(run.record.failures, "reward", "service away")
+        run.kept.counted("failures", "reward", "service away")
         left = run.config.reward.patience_s - run.pool.away_s
         run.incidents.rarely("away", f"{why}; asked again for {left:.0f} s", run.loop.time())
 
     def reward_worker_lost(self, why: str) -> None:
         """One that was killed for its silence, or died by itself; another is started for the next response."""
         run = self._run
-        count(run.record.restarts, "reward", why.partition(" (")[0] if "nonsense" in why else why)
+        run.kept.counted("restarts", "reward", why.partition(" (")[0] if "nonsense" in why else why)
         run.incidents.rarely("reward worker", f"a reward worker was lost: {why}; started again", run.loop.time())

@@ -30,7 +30,7 @@ from staleflow.workers.link import Gone
 PIECE = 1 << 20
 MOST_BYTES = 2**31
 """A longer message is refused before memory is taken for it."""
-AWAY_S = 60.0
+AWAY_S = 120.0
 """How long a process waits for another control plane before it ends."""
 RETRY_S = 0.1
 """How often it tries to connect meanwhile."""

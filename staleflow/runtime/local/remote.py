@@ -13,7 +13,7 @@ from staleflow.runtime.local.process import Child
 from staleflow.runtime.ports import Heard
 from staleflow.servers.lifecycle import Group
 from staleflow.servers.trajectories import TrajectoryServer
-from staleflow.types import Command, Feed, Fence, Finish, InstanceState, Report, Reset, Save, TrajectoryNews
+from staleflow.types import Command, Feed, Fence, Finish, InstanceState, Report, Reset, Row, Save, TrajectoryNews
 from staleflow.workers.rollout import STREAM_S
 
 
@@ -69,12 +69,14 @@ class RemoteTrainer:
         self,
         crew: Crew,
         server: TrajectoryServer,
-        version: int,
+        version: int = 0,
         asked: Callable[[str, str, float], None] = lambda _kind, _what, _size: None,
     ) -> None:
         """``asked`` is told what the trainer is to do: the kind, what for people, and how much."""
         self.version = version
         """The newest that is safe in the parameter server."""
+        self.news = asyncio.Event()
+        """Set when a trainer says where it is."""
         self._crew = crew
         self._server = server
         self._asked = asked
@@ -84,11 +86,18 @@ class RemoteTrainer:
     def made(self, version: int) -> None:
         """It is safe, whoever says so and however late."""
         self.version = max(self.version, version)
+        self.news.set()
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:
         rows = [self._server.rows([group]) for group in groups]
         tokens = sum(len(row.tokens) // 4 for group in rows for row in group)
         self._send(Feed(step, rows), "feed", f"gradients of step {step}", tokens)
+
+    def make_again(self, step: int, groups: list[list[Row]]) -> None:
+        """A step that is committed already: the trainer began before it."""
+        tokens = sum(row.tokens.size for group in groups for row in group)
+        self._send(Feed(step, groups), "feed", f"gradients of step {step}", tokens)
+        self._send(Finish(step, len(groups)), "finish", f"update of step {step}")
 
     def finish(self, step: int) -> None:
         self._send(Finish(step, len(self._server.leased)), "finish", f"update of step {step}")

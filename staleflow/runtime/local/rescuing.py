@@ -56,9 +56,9 @@ class Rescue:
                 await run.crew.within(self._rescue(), "checkpoint after the failure", RESCUE_S)
             except Exception as error:
                 why = f"the steps since then could not be saved ({line_of(error)})"
-        if (latest := newest(run.directory.checkpoints)) is None:
-            return f"no checkpoint could be made: {why}" if why else "there is no checkpoint"
-        resume = f"continue from {latest.name} with: staleflow train --resume {run.directory.path}"
+        latest = newest(run.directory.checkpoints)
+        where = latest.name if latest is not None else "the journal (there is no checkpoint)"
+        resume = f"continue from {where} with: staleflow train --resume {run.directory.path}"
         return f"{why}; {resume}" if why else resume
 
     async def _rescue(self) -> None:

@@ -31,10 +31,12 @@ from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.run.costs import RunCosts
 from staleflow.run.decisions import DecisionLog
 from staleflow.run.directory import RunDirectory
-from staleflow.run.incidents import Incidents, count
-from staleflow.run.opening import open_state
-from staleflow.run.origin import ORIGIN, origin_of
+from staleflow.run.incidents import Incidents
+from staleflow.run.journalled import JournalledRecord
+from staleflow.run.opening import KEPT_BYTES, Opened, open_state
+from staleflow.run.origin import ORIGIN, origin_of, write_origin
 from staleflow.run.parts import sizes
+from staleflow.run.processes import end, processes
 from staleflow.run.record import Record
 from staleflow.run.samples import Samples
 from staleflow.run.signals import Signals
@@ -51,7 +53,6 @@ from staleflow.runtime.local.saving import Saving
 from staleflow.runtime.local.scaling import Scaling, unused
 from staleflow.runtime.local.stillness import STALL_S
 from staleflow.runtime.local.supervisor import Supervisor
-from staleflow.runtime.local.taking_over import take_over
 from staleflow.runtime.local.watching import Watching
 from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.runtime.watchdog import Watchdog
@@ -59,6 +60,7 @@ from staleflow.servers.book import let_go
 from staleflow.servers.database import JournalError
 from staleflow.servers.filters import FILTERS
 from staleflow.servers.lifecycle import Group, Trajectory
+from staleflow.servers.made import rows_of
 from staleflow.servers.weights import claim, standby_of
 from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
 from staleflow.types import Evaluate, Trained
@@ -98,7 +100,7 @@ class LocalRun:
         self.directory = directory
         self.task = task
         self.show = show
-        self.record = Record(config.staleness)
+        self.kept = JournalledRecord(Record(config.staleness), lambda *_: None)
         self.instances: dict[str, RemoteInstance] = {}
         self.interrupted = False
         self.stopped_by = ""
@@ -135,11 +137,10 @@ class LocalRun:
     async def execute(self) -> dict[str, Any]:
         """The whole run. Returns its summary."""
         self.loop = asyncio.get_running_loop()
-        left = take_over(self.directory, self.config)
-        self.in_place = bool(left)
+        opened = self._opened()
         store = self.directory.store
-        with claim(store, standby_of(store), keep=self.in_place):
-            self._open()
+        with claim(store, standby_of(store), keep=opened.standby):
+            self._open(opened)
             for each in SIGNALS:
                 self.loop.add_signal_handler(each, self._signalled, each)
             beside = [
@@ -169,25 +170,17 @@ class LocalRun:
 
     async def _run(self) -> None:
         if self.in_place:
-            self._say_so()
             self.crew.optional.add("evaluator")
         limit_s = None if self.in_place else START_S  # a trainer at work comes when it has finished
         await self.crew.within(self._start(), "start of all processes", limit_s)
         self.started = True
         self.crew.optional.add("evaluator")
+        await self._make_again()
         if not self.in_place or not self.server.ledger.version:
             await self._evaluate()
         await self._train()
         await self.rescue.save_last()
         await self._evaluate()
-
-    def _say_so(self) -> None:
-        """The death of the control plane before this one is an incident of the run like any other."""
-        how = self._supervisor.died if self._supervisor is not None and self._supervisor.died else "not known how"
-        count(self.record.restarts, "control", how)
-        there = ", ".join(sorted(self.crew.orphans))
-        version = self.server.ledger.version
-        self.incidents.note(f"the control plane died: {how}; it continues at step {version} with {there}")
 
     def _beside(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Something that runs as long as the run does; if it cannot, that is a mistake of ours, and ends it."""
@@ -221,20 +214,39 @@ class LocalRun:
 
     # Setting up
 
-    def _open(self) -> None:
-        """The state of the run: empty, or that of the checkpoint."""
+    def _opened(self) -> Opened:
+        """Where the run is. Processes of an attempt before this one stay if it continues with what they hold."""
+        left = list(processes(self.directory.path))
+        lives = any(each.name == "trainer" for each in left)
+        opened = open_state(self.config, self.directory, self.task, self._checkpoint, lives)
+        self.in_place = bool(left) and opened.standby
+        if not self.in_place:
+            end(left)
+        deaths = self._supervisor.deaths if self._supervisor is not None else ()
+        for how in deaths or (["not known how"] if left else []):
+            opened.kept.counted("restarts", "control", how)
+            self.incidents.note(f"the control plane died: {how}")
+        if opened.how:
+            opened.journal.commit()
+            self.incidents.note(opened.how)
+        else:
+            write_origin(self.directory, self._origin)
+        return opened
+
+    def _open(self, opened: Opened) -> None:
         config = self.config
-        opened = open_state(config, self.directory, self.task, self._checkpoint, self.in_place)
         self.server, self.payloads, self.journal = opened.server, opened.payloads, opened.journal
-        self.record, self._attempt, self._resumed = opened.record, opened.attempt, opened.resumed
-        self.server.least_epoch = self._attempt << 20
+        self.kept, self._attempt, self._resumed = opened.kept, opened.attempt, bool(opened.how)
+        self.server.least_epoch = self._attempt - 1 << 20
         self._before_s = self.record.seconds
-        self.crew = self._crew()
+        if (row := self.steps.rewind(self.server.ledger.version)) is not None and opened.standby:
+            self.kept.recall(row)
+        self.crew = self._crew(opened.standby)
         self.server.on_committed = self._committed
         self.server.on_aborted = self._aborted
         self.outbox = Outbox(self.journal)
         self.journal.on_durable = self.outbox.waker(self.loop)
-        self.trainer = RemoteTrainer(self.crew, self.server, self.server.ledger.version, self.hearing.trainer_asked)
+        self.trainer = RemoteTrainer(self.crew, self.server, asked=self.hearing.trainer_asked)
         self.saving = Saving(
             self.directory,
             config.checkpoints,
@@ -255,10 +267,10 @@ class LocalRun:
         )
         self.control = self._control()
 
-    def _crew(self) -> Crew:
+    def _crew(self, standby: bool) -> Crew:
         places, died = self.places(unused(self.config.rollout.instances)), self.watching.death
         parts = self.directory, self._model, places, self.watchdog, died, self._checkpoint
-        return Crew(*parts, self._attempt, standby=self.in_place)
+        return Crew(*parts, self._attempt, standby)
 
     def places(self, instances: Sequence[str]) -> dict[str, Place]:
         """Cores and threads of every process, with these instances."""
@@ -296,6 +308,7 @@ class LocalRun:
         for name in self.scaling.begin(self.crew.orphans):
             self.start_instance(name)
         self.crew.start("evaluator", "evaluator", self.hearing.evaluator, lambda _: self.evaluations.died())
+        self.crew.all_started()
         self.loop.call_later(ADOPTED_S, self.crew.give_up_adopted)
         await self.pool.start()
         await self.crew.all_ready()
@@ -321,7 +334,11 @@ class LocalRun:
     @property
     def loss(self) -> float | None:
         """Of the latest step."""
-        return self.hearing.trained.facts.get("loss") if self.hearing.trained is not None else None
+        return self.kept.report.facts.get("loss") if self.kept.report is not None else None
+
+    @property
+    def record(self) -> Record:
+        return self.kept.record
 
     @property
     def seconds(self) -> float:
@@ -366,6 +383,7 @@ class LocalRun:
                 self.record.instance_busy_s += port.busy_s
             for name in self.crew.children:
                 self._count_cpu(name)
+            self.kept.tell()
 
     def count_instances(self) -> None:
         """Seconds that instances were there, up to now. Call it before their number changes."""
@@ -388,6 +406,30 @@ class LocalRun:
             used -= self._cpu_before.get(name, 0.0)
         self.record.cpu_s[name] = self.record.cpu_s.get(name, 0.0) + used
 
+    def spent(self) -> dict[str, float]:
+        """What the record's counters of time would be if the run ended now."""
+        if not self._began:
+            return {}
+        self.count_instances()
+        record, busy_s = self.record, sum(port.busy_s for port in self.instances.values())
+        return {
+            "control_s": record.control_s + self._control_s,
+            "instance_s": record.instance_s,
+            "instance_busy_s": record.instance_busy_s + busy_s,
+            "tokens_lost": record.tokens_lost,
+        }
+
+    async def _make_again(self) -> None:
+        """Steps that the trainer lacks: it is fed what they were made of. Nothing else comes of them."""
+        while (step := self.trainer.version) < self.server.ledger.version:
+            if self.interrupted:
+                raise Interrupted(f"stopped by {self.stopped_by} while steps were made again: nothing is lost")
+            if (made := self.server.made.get(step)) is None:
+                raise RunError(f"the trainer is at version {step}, and the journal does not have this step: resume")
+            self.trainer.news.clear()
+            self.trainer.make_again(step, rows_of(made, self.journal))
+            await self.crew.within(self.trainer.news.wait(), f"step {step}, made again")
+
     def _signalled(self, number: signal.Signals) -> None:
         """The second Ctrl-C is Python's own; the other signals may come again."""
         if number == signal.SIGINT:
@@ -408,8 +450,7 @@ class LocalRun:
 
     def _committed(self, step: int, groups: list[Group]) -> None:
         version = step + 1
-        self.record.committed(version, self.seconds)
-        if (report := self.hearing.trained) is not None and report.step == step:
+        if (report := self.kept.committed(step, self.seconds)) is not None:
             self._log_step(report, groups)
         let_go(groups)
         self.show(self)
@@ -417,18 +458,17 @@ class LocalRun:
         if every and version % every == 0 and version < self.config.steps:
             self.evaluations.ask(version, now=self.config.evaluation.when == "during")
         now = self.loop.time()
-        if version < self.config.steps and not self.rescue.begun and self.saving.due(version, now):
+        kept = self.server.made_bytes
+        if version < self.config.steps and not self.rescue.begun and self.saving.due(version, now, kept > KEPT_BYTES):
             self.saving.periodic(version, now)
+        if kept > 2 * KEPT_BYTES:
+            self.server.forget(version)
 
-    def _aborted(self, trajectory: Trajectory, _reason: str) -> None:
-        self.record.tokens_wasted += trajectory.generated
+    def _aborted(self, trajectory: Trajectory, reason: str) -> None:
+        self.kept.aborted(trajectory, reason)
         self.samples.forget(trajectory.name)
 
     def _log_step(self, report: Trained, groups: list[Group]) -> None:
-        """A step is committed: what its trainer said of it goes into the record, and to the log."""
-        self.record.trained(
-            report.facts, report.token_staleness, report.trajectory_staleness, report.busy_s, report.idle_s
-        )
         busy_s = self.record.instance_busy_s + sum(port.busy_s for port in self.instances.values())
         facts = self.samples.committed(report.step, groups)
         self.steps.add(report, groups, self.record.seconds, busy_s, facts)
@@ -456,7 +496,7 @@ class LocalRun:
         self.failed("evaluation", "missing", f"the evaluation of version {version} is missing: {why}")
 
     def failed(self, what: str, why: str, line: str) -> None:
-        count(self.record.failures, what, why)
+        self.kept.counted("failures", what, why)
         self.incidents.note(line)
 
     async def _close(self) -> None:

@@ -25,6 +25,9 @@ from staleflow.types import Saved
 SPARE = 1.1
 """A checkpoint may be larger than the one before: more trajectories go along."""
 
+SOONEST_S = 60.0
+"""Between two that are made because the journal has grown."""
+
 
 @dataclass(slots=True, eq=False)
 class Asked:
@@ -65,10 +68,13 @@ class Saving:
     def begin(self, now: float) -> None:
         self._last = now
 
-    def due(self, version: int, now: float) -> bool:
+    def due(self, version: int, now: float, much: bool = False) -> bool:
+        """``much``: the journal keeps more than it should for what came after the last one."""
         every, seconds = self._options.every, 60 * self._options.minutes
-        by_time = seconds > 0 and self._last is not None and now - self._last >= seconds
-        return by_time or bool(every and version % every == 0)
+        since = now - self._last if self._last is not None else 0.0
+        by_time = 0 < seconds <= since
+        by_size = much and since >= SOONEST_S and not self._asked and bool(seconds or every)
+        return by_time or by_size or bool(every and version % every == 0)
 
     def periodic(self, version: int, now: float) -> None:
         """One that the run can do without."""

@@ -19,11 +19,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from staleflow.errors import ending
+from staleflow.run.processes import end, processes
 from staleflow.runtime.restarts import Restarts
 
 ASKED = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
@@ -36,16 +37,16 @@ STOP = "stop"
 class Supervisor:
     """As the control plane sees it."""
 
-    def __init__(self, told: int, hears: int, run: Path | None, died: str) -> None:
+    def __init__(self, told: int, hears: int, run: Path | None, deaths: Sequence[str]) -> None:
         self.run = run
         """What the control plane before this one ran; None if this is the first."""
-        self.died = died
-        """How that one ended."""
+        self.deaths = deaths
+        """How those before this one ended, since the last that said what it runs."""
         self._told = told
         self._hears = hears
 
     def tell(self, run: Path) -> None:
-        """What is to be continued, should this process die."""
+        """What is to be continued, should this process die. Earlier deaths are known to the run by now."""
         os.write(self._told, f"{run}\n".encode())
 
     def attend(self, stop: Callable[[signal.Signals], None], reaped: Callable[[int, int], None]) -> None:
@@ -74,7 +75,8 @@ class Supervisor:
 def supervised(train: Callable[[Supervisor], int], restarts: Restarts | None = None) -> int:
     restarts = restarts or Restarts()
     _adopt_orphans()
-    run, died = None, ""
+    run: Path | None = None
+    deaths: list[str] = []
     while True:
         restarts.started("control", time.monotonic())
         told, tells = os.pipe()
@@ -85,20 +87,22 @@ def supervised(train: Callable[[Supervisor], int], restarts: Restarts | None = N
         if not child:
             os.close(told)
             os.close(says)
-            return train(Supervisor(tells, hears, run, died))
+            return train(Supervisor(tells, hears, run, deaths))
         os.close(tells)
         os.close(hears)
         code = _wait(child, says)
         os.close(says)
-        run = _said(told) or run
+        if (said := _said(told)) is not None:
+            run, deaths = said, []
         if code >= 0 or -code in ASKED:
             return code if code >= 0 else 128 - code
-        died = ending(code)
+        deaths.append(ending(code))
         pause_s = restarts.died("control", time.monotonic()) if run is not None else None
         if pause_s is None:
             again = f"; continue with: staleflow train --resume {run}" if run is not None else ""
             often = f" {restarts.count('control')} times in {restarts.within_s / 60:g} minutes" if run else ""
-            print(f"staleflow: error: the control plane died{often}: {died}{again}", file=sys.stderr)
+            end(processes(run) if run is not None else ())
+            print(f"staleflow: error: the control plane died{often}: {deaths[-1]}{again}", file=sys.stderr)
             return 128 - code
         time.sleep(pause_s)
 

@@ -11,7 +11,6 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from staleflow.run.incidents import count
 from staleflow.runtime.control import StalledError
 from staleflow.runtime.local.process import Child
 from staleflow.runtime.local.stillness import QUIET_S, STALL_S, Stillness
@@ -32,7 +31,7 @@ class Watching:
 
     def death(self, child: Child, how: str, pause_s: float | None) -> None:
         run, name, role = self._run, child.name, child.setup.role
-        count(run.record.restarts, role, how)
+        run.kept.counted("restarts", role, how)
         how = f"stood still ({child.hung}) and was killed" if child.hung else f"died: {how}"
         words = f": {said}" if (said := child.last_words()) else ""
         after = "" if child.broken or pause_s is None else "; started again" + (f" in {pause_s:g} s" if pause_s else "")

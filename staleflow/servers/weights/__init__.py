@@ -153,6 +153,13 @@ class LocalParameterServer:
             self._reader = Reader(self._store, self._lease_s, self._between)
         return self._reader.pull(into, at_least, verify).version
 
+    def whole(self) -> bool:
+        """Whether every tensor of the newest version has the checksum that it was pushed with."""
+        self._store.check()
+        if self._reader is None:
+            self._reader = Reader(self._store, self._lease_s, self._between)
+        return self._reader.whole()
+
     @property
     def last_pull(self) -> PullResult | None:
         """The last pull of this object: bytes copied and skipped, attempts and checksum."""

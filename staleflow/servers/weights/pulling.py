@@ -113,6 +113,21 @@ class Reader:
             "more slots (max_slots)"
         )
 
+    def whole(self) -> bool:
+        """Whether the published slot has the checksums of its header. For a store whose writer is dead."""
+        version, slot = self.block.published
+        mapped = self._map(slot) if version >= 0 and self.block.version(slot) == version else None
+        if mapped is None or self.block.sequence(slot) & 1:
+            return False
+        try:
+            layout = SlotLayout.parse(mapped.memory[: 8 + int.from_bytes(mapped.memory[:8], "little")])
+            views, digests = layout.views(mapped.tensor), layout.split(mapped.memory[layout.checksums])
+        except (ValueError, KeyError, TypeError, IndexError, RuntimeError, AttributeError):
+            return False
+        return all(
+            digest_of(view.data_ptr(), view.nbytes) == digest for view, digest in zip(views, digests, strict=True)
+        )
+
     def forget(self) -> None:
         self._plan = None
         for mapped in self._mapped.values():

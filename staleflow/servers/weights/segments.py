@@ -221,7 +221,7 @@ class StoreRegistry:
             self.remove(name, segments)
             gone.append(name)
         for claim in self.folder.glob("*.claim"):
-            if self._free(claim):
+            if self.free(claim):
                 claim.unlink()
         return gone
 
@@ -230,14 +230,14 @@ class StoreRegistry:
         for control in sorted(self.folder.glob("*.weights")):
             fd = self.open(control)
             try:
-                if hold(fd, fcntl.LOCK_EX) and self._free(control.with_suffix(".claim")):
+                if hold(fd, fcntl.LOCK_EX) and self.free(control.with_suffix(".claim")):
                     segments = segments_of(control.read_bytes())
                     if segments is not None:
                         yield control.stem, segments
             finally:
                 os.close(fd)
 
-    def _free(self, path: Path) -> bool:
+    def free(self, path: Path) -> bool:
         """Whether no process holds the file, or there is none."""
         try:
             fd = self.open(path)

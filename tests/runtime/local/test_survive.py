@@ -15,6 +15,7 @@ from staleflow.run.directory import RunDirectory
 from staleflow.runtime import watchdog
 from staleflow.runtime.local.evaluations import Evaluations
 from staleflow.runtime.local.run import LocalRun, RunError
+from staleflow.runtime.local.saving import Saving
 from tests.runtime.local.test_run import configured, model, run_once
 
 __all__ = ["model"]
@@ -131,3 +132,23 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_a_checkpoint(model: Pat
     latest = newest(RunDirectory((tmp_path / "latest").resolve()).checkpoints)
     assert latest is not None
     assert wrong_with(latest) == ""
+
+
+@pytest.mark.slow
+def test_sigterm_while_the_last_checkpoint_is_written_ends_the_run_with_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was the default action of the signal: no checkpoint, no summary."""
+    ask = Saving.ask
+
+    def stops(saving: Saving, version: int) -> Any:
+        asked = ask(saving, version)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return asked
+
+    monkeypatch.setattr(Saving, "ask", stops)
+    summary, directory = run_once(configured(model, tmp_path, "steps=3"), model)
+    assert summary["steps"] == 3
+    assert [each["step"] for each in summary["accuracy"]] == [0], "nobody waits for the last evaluation then"
+    assert newest(directory.checkpoints) == directory.checkpoint(3)
+    assert wrong_with(directory.checkpoint(3)) == ""

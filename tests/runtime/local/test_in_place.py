@@ -1,0 +1,75 @@
+"""The control plane is killed, and another takes over in place: processes stay, nothing is lost or made again."""
+
+from pathlib import Path
+
+import pytest
+
+from staleflow.observe.metrics import read_metrics
+from staleflow.run.directory import RunDirectory
+from tests.runtime.local.command import Training
+from tests.runtime.local.synchronous import train
+from tests.runtime.local.test_run import GROUPS, committed, configured, model, plain
+
+__all__ = ["model"]
+pytestmark = pytest.mark.processes
+KILLED = "killed (SIGKILL; out of memory?)"
+
+
+def words(model: Path, runs: Path, *changes: str) -> list[str]:
+    """The command's, for a configuration of the other tests."""
+    from staleflow.config import to_yaml
+
+    file = runs.with_name("config.yaml")
+    file.write_text(to_yaml(configured(model, runs, *changes)))
+    return [str(file)]
+
+
+def test_at_bound_0_a_run_whose_control_plane_is_killed_again_and_again_equals_the_synchronous_loop(
+    model: Path, tmp_path: Path
+) -> None:
+    """Right after a commit that is not durable yet; again before the next one has taken over; and with an instance."""
+    runs = tmp_path / "runs"
+    run = Training(runs, *words(model, runs, "steps=8"))
+    run.until(lambda: run.steps >= 2)
+    before, first = run.roles, run.control
+    run.kill(first)
+    run.until(lambda: run.control not in (0, first))
+    second = run.control
+    run.kill(second)
+    run.until(lambda: run.steps >= 5 and run.control not in (0, second))
+    assert run.roles == before
+    run.kill(run.control, before["i0"])
+    summary = run.summary()
+    losses, batches = train(plain(configured(model, runs), model), steps=8)
+    rows = read_metrics(run.run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(8))
+    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-6)
+    for row, batch in zip(rows, batches, strict=True):
+        assert sorted(row["lengths"]) == sorted(length for group in batch for length in group)
+    assert summary["restarts"]["control"] == {KILLED: 3}
+    assert "trainer" not in summary["restarts"]
+    assert summary["groups_committed"] == summary["groups_admitted"] == 8 * GROUPS
+    assert summary["groups_released"] == {}
+    assert run.roles == {}
+
+
+def test_a_resume_adopts_the_processes_of_a_run_whose_supervisor_is_dead_as_well(model: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    dead = Training(runs, *words(model, runs, "steps=10", "staleness=2"))
+    dead.until(lambda: dead.steps >= 3)
+    before = dead.roles
+    dead.kill(dead.process.pid, dead.control)
+    run = Training(runs, "--resume", str(dead.run))
+    run.until(lambda: run.steps >= 5)
+    assert run.roles == before
+    summary = run.summary()
+    rows = read_metrics(run.run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(10))
+    assert summary["groups_committed"] == 10 * GROUPS
+    assert summary["max_staleness"] <= 2
+    assert summary["restarts"] == {"control": {"not known how": 1}}
+    prompts = [prompt for row in rows for prompt in row["prompts"]]
+    assert len(set(prompts)) == len(prompts) == 10 * GROUPS
+    trained = committed(RunDirectory(run.run).journal(1))
+    assert len(trained) == len(set(trained)) == 10 * GROUPS
+    assert run.roles == {}

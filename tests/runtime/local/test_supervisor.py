@@ -1,0 +1,169 @@
+"""The process above the control plane: what it starts again, what it passes on, what it leaves alone."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+BEGIN = """
+import os, signal, sys, time
+from pathlib import Path
+from staleflow.runtime.local.supervisor import Supervisor, supervised
+from staleflow.runtime.restarts import Restarts
+here = Path(sys.argv[1])
+
+def starts() -> int:
+    with (here / "starts").open("a") as file:
+        file.write("x")
+    return (here / "starts").stat().st_size
+"""
+END = """
+sys.exit(supervised(train, Restarts(most=2)))
+"""
+
+
+def begun(tmp_path: Path, train: str) -> subprocess.Popen[str]:
+    program = BEGIN + train + END
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=pipe, stderr=pipe, text=True)
+
+
+def ended(tmp_path: Path, train: str) -> tuple[int, str, str]:
+    process = begun(tmp_path, train)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def starts(tmp_path: Path) -> int:
+    return (tmp_path / "starts").stat().st_size
+
+
+def test_one_that_is_killed_is_followed_by_another_that_knows_what_it_ran_and_how_it_died(tmp_path: Path) -> None:
+    train = """
+def train(supervisor):
+    if starts() == 1:
+        supervisor.tell(here / "run")
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(supervisor.run, "|", *supervisor.deaths)
+    return 7
+"""
+    code, out, _ = ended(tmp_path, train)
+    assert code == 7
+    assert out == f"{tmp_path / 'run'} | killed (SIGKILL; out of memory?)\n"
+
+
+def test_no_death_is_forgotten_however_soon_the_next_one_follows(tmp_path: Path) -> None:
+    train = """
+def train(supervisor):
+    at = starts()
+    if at != 2:
+        supervisor.tell(here / "run")
+    print(at, *supervisor.deaths, flush=True)
+    return os.kill(os.getpid(), signal.SIGKILL if at == 1 else signal.SIGBUS) if at < 3 else 0
+"""
+    killed = "killed (SIGKILL; out of memory?)"
+    assert ended(tmp_path, train)[1] == f"1\n2 {killed}\n3 {killed} killed (SIGBUS)\n"
+
+
+def test_one_that_dies_again_and_again_is_given_up_with_the_way_to_continue(tmp_path: Path) -> None:
+    train = """
+time.sleep = lambda _: None
+def train(supervisor):
+    starts()
+    supervisor.tell(here / "run")
+    os.kill(os.getpid(), signal.SIGSEGV)
+"""
+    code, _, err = ended(tmp_path, train)
+    assert (code, starts(tmp_path)) == (128 + signal.SIGSEGV, 3)
+    assert "the control plane died 3 times in 10 minutes: killed (SIGSEGV); continue with: " in err
+    assert err.strip().endswith(f"staleflow train --resume {tmp_path / 'run'}")
+
+
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [
+        ("return 2", 2),
+        ("raise ValueError('a mistake of ours')", 1),
+        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", 128 + signal.SIGTERM),
+    ],
+)
+def test_one_that_ends_by_itself_or_is_asked_to_is_not_started_again(tmp_path: Path, last: str, code: int) -> None:
+    train = f"""
+def train(supervisor):
+    starts()
+    supervisor.tell(here / "run")
+    {last}
+"""
+    assert ended(tmp_path, train)[0] == code
+    assert starts(tmp_path) == 1
+
+
+def test_one_that_dies_before_it_runs_anything_is_not_started_again(tmp_path: Path) -> None:
+    train = """
+def train(supervisor):
+    starts()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    code, _, err = ended(tmp_path, train)
+    assert (code, starts(tmp_path)) == (128 + signal.SIGKILL, 1)
+    assert err == "staleflow: error: the control plane died: killed (SIGKILL; out of memory?)\n"
+
+
+ASYNC = """
+import asyncio, subprocess
+
+def train(supervisor):
+    async def run():
+        stopped = asyncio.get_running_loop().create_future()
+        supervisor.attend(stopped.set_result, print)
+        print("runs", os.getpid(), flush=True)
+        (here / "stopped").write_text((await asyncio.wait_for(stopped, 60)).name)
+    asyncio.run(run())
+    return 3
+"""
+
+
+def test_ctrl_c_for_the_supervisor_alone_reaches_the_control_plane_once(tmp_path: Path) -> None:
+    process = begun(tmp_path, ASYNC)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 3
+    assert (tmp_path / "stopped").read_text() == "SIGINT"
+
+
+def test_the_control_plane_stops_when_its_supervisor_is_dead(tmp_path: Path) -> None:
+    process = begun(tmp_path, ASYNC)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.kill()
+    process.wait(60)
+    assert process.stdout.read() == "", "to its end, that of the control plane"
+    assert (tmp_path / "stopped").read_text() == "SIGTERM"
+
+
+def test_how_a_process_of_a_dead_control_plane_ended_is_told_to_the_next(tmp_path: Path) -> None:
+    train = """
+import asyncio, subprocess
+
+def train(supervisor):
+    if starts() == 1:
+        supervisor.tell(here)
+        role = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        (here / "pid").write_text(str(role.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def run():
+        told = asyncio.get_running_loop().create_future()
+        supervisor.attend(lambda _: None, lambda *what: told.set_result(what))
+        os.kill(int((here / "pid").read_text()), signal.SIGKILL)
+        pid, code = await asyncio.wait_for(told, 60)
+        return 0 if (pid, code) == (int((here / "pid").read_text()), -signal.SIGKILL) else 1
+
+    return asyncio.run(run())
+"""
+    assert ended(tmp_path, train)[0] == 0
