@@ -39,10 +39,10 @@ class Training:
 
     @property
     def control(self) -> int:
-        """The pid of the control plane's process; 0 if there is none."""
-        roles = self.roles.values()
+        """The pid of the control plane's process; 0 if there is none. It is a fork of its supervisor, which is also the
+        parent of whatever a control plane left when it died: reward workers that are about to end, for one."""
         found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return next((int(pid) for pid in found if int(pid) not in roles), 0)
+        return next((int(pid) for pid in found if command_of(int(pid)) == command_of(self.process.pid)), 0)
 
     @property
     def steps(self) -> int:
@@ -69,3 +69,10 @@ class Training:
     def said(self) -> str:
         self._log.seek(0)
         return self._log.read()
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""

@@ -138,6 +138,7 @@ def test_a_report_that_cannot_be_true_is_counted_and_told_and_the_run_continues(
     assert any(f"bad reports: trajectory {lied[0]} has tokens of version 99" in line for line in told)
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_repeated_by_killed_instances_ctrl_c_and_a_resume(model: Path, tmp_path: Path) -> None:
     config = configured(model, tmp_path, "steps=12", "staleness=2")
     killed: list[str] = []
