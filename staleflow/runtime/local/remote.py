@@ -49,7 +49,7 @@ class RemoteInstance:
     def unseen(self) -> int:
         """Tokens that it has made and not sent, about: they are lost if it is dead."""
         since_s = min(_now() - self._heard.time, STREAM_S) if self.state.running else 0.0
-        return self._unseen + round(since_s * self.tokens / max(self.busy_s, 1e-9))
+        return self._unseen + round(since_s * self.tokens / self.busy_s if self.busy_s else 0.0)
 
     def send(self, command: Command) -> None:
         self.child.send(command)

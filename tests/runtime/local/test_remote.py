@@ -41,6 +41,8 @@ def test_tokens_that_die_with_an_instance_are_those_made_since_they_were_last_se
         assert port.unseen() < 10, "only what it makes in the moment since"
         port.hear(report(4, 70, 20))
         assert 50 <= port.unseen() < 60
+        port.busy_s = 0.0  # counted elsewhere
+        assert port.unseen() == 50, "an instance without time has no rate"
         port.hear(report(0, 0))
         assert port.unseen() == 0
 
