@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ MOST_BYTES = 32 * 2**20
 """Of one of the two files."""
 MOST_WAITING = 4096
 FLUSH_S = 3.0
+T = TypeVar("T")
 
 
 class Decided(msgspec.Struct):
@@ -91,8 +92,12 @@ def older(path: Path) -> Path:
 
 
 def read_decisions(path: Path) -> Iterator[Decided]:
-    """Those that are still there, oldest first. A line that a killed run left torn is skipped."""
-    decoder = msgspec.json.Decoder(Decided)
+    return read_lines(path, Decided)
+
+
+def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
+    """Of a log in two files: what is still there, oldest first. A line that a killed run left torn is skipped."""
+    decoder = msgspec.json.Decoder(kind)
     for file in (older(path), path):
         if not file.exists():
             continue

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from staleflow.run.decisions import older
+from staleflow.run.decisions import older, read_lines
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.tasks.opening import TaskSet
 from staleflow.tasks.task import Prompt
@@ -143,17 +143,7 @@ class Samples:
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
-    """Those that are still there, oldest first. A line that a killed run left torn is skipped."""
-    decoder = msgspec.json.Decoder(Sample)
-    for file in (older(path), path):
-        if not file.exists():
-            continue
-        with file.open("rb") as lines:
-            for line in lines:
-                try:
-                    yield decoder.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError):
-                    continue
+    return read_lines(path, Sample)
 
 
 def _spread(known: Sequence[tuple[Trajectory, _Scored]], count: int) -> list[tuple[Trajectory, _Scored]]:
