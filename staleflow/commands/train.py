@@ -27,11 +27,8 @@ from staleflow.reward.options import Reward
 from staleflow.run.checkpoints import Choice, newest
 from staleflow.run.directory import RunDirectory
 from staleflow.run.resuming import prepared, resumable
-from staleflow.runtime.local.supervisor import Supervisor, supervised
+from staleflow.runtime.local.supervisor import INTERRUPTED, Supervisor, supervised
 from staleflow.tasks.task import Problem
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells expect it."""
 
 
 def add_parser(subparsers: Subparsers) -> None:

@@ -52,7 +52,7 @@ from staleflow.runtime.local.rescuing import Rescue
 from staleflow.runtime.local.saving import Saving
 from staleflow.runtime.local.scaling import Scaling, unused
 from staleflow.runtime.local.stillness import STALL_S
-from staleflow.runtime.local.supervisor import Supervisor
+from staleflow.runtime.local.supervisor import Supervisor, requests
 from staleflow.runtime.local.watching import Watching
 from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.runtime.watchdog import Watchdog
@@ -70,7 +70,6 @@ __all__ = ["LocalRun", "RunError"]
 START_S = 300.0
 ADOPTED_S = 10.0
 """An instance of an earlier control plane that has not answered after this time is replaced."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CYCLE_S = 0.05
 """Decisions are made at most this often: steps of a laptop run take a fraction of a second."""
 
@@ -141,7 +140,8 @@ class LocalRun:
         store = self.directory.store
         with claim(store, standby_of(store), keep=opened.standby):
             self._open(opened)
-            for each in SIGNALS:
+            requested = requests()
+            for each in requested:
                 self.loop.add_signal_handler(each, self._signalled, each)
             beside = [
                 self._beside(self.watching.show_forever(), "view"),
@@ -161,7 +161,7 @@ class LocalRun:
                     task.cancel()
                 self.scaling.close()
                 await self._close()
-                for each in SIGNALS:
+                for each in requested:
                     self.loop.remove_signal_handler(each)
                 if self._supervisor is not None:
                     self._supervisor.leave()

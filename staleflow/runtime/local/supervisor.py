@@ -6,7 +6,8 @@
 ``supervised`` forks. The child returns from it what ``train`` does, as if there were no parent; the parent stays,
 passes signals on, and returns the child's exit code. A child that was killed by a signal (also for want of memory, or
 by a segmentation fault) after it said what it runs is followed by another; one that ended by itself, or that somebody
-asked to stop, is not. The processes of the run wait meanwhile, and the next control plane adopts them.
+asked to stop, is not. The processes of the run wait meanwhile, and the next control plane adopts them. Before the
+control plane listens for signals, and between two of them, a request to stop is a ``KeyboardInterrupt``.
 
 If the parent dies, the child stops the run in good order.
 """
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from staleflow.errors import ending
 from staleflow.run.processes import end, processes
@@ -29,9 +31,16 @@ from staleflow.runtime.restarts import Restarts
 
 ASKED = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
 """Who dies of one of these was asked to."""
-PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 PR_SET_CHILD_SUBREAPER = 36
 STOP = "stop"
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells expect it."""
+
+
+def requests() -> list[signal.Signals]:
+    """The signals that ask a run to stop. ``nohup`` ignores one of them, and so does the run."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM] + ([] if ignored else [signal.SIGHUP])
 
 
 class Supervisor:
@@ -77,34 +86,95 @@ def supervised(train: Callable[[Supervisor], int], restarts: Restarts | None = N
     _adopt_orphans()
     run: Path | None = None
     deaths: list[str] = []
-    while True:
-        restarts.started("control", time.monotonic())
-        told, tells = os.pipe()
-        hears, says = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        child = os.fork()
-        if not child:
-            os.close(told)
+    with _Asks() as asks:
+        while True:
+            restarts.started("control", time.monotonic())
+            told, tells = os.pipe()
+            hears, says = os.pipe()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            child = asks.fork(says)
+            if not child:
+                os.close(told)
+                os.close(says)
+                return train(Supervisor(tells, hears, run, deaths))
+            os.close(tells)
+            os.close(hears)
+            code = _wait(child, says)
+            asks.gone()
             os.close(says)
-            return train(Supervisor(tells, hears, run, deaths))
-        os.close(tells)
-        os.close(hears)
-        code = _wait(child, says)
-        os.close(says)
-        if (said := _said(told)) is not None:
-            run, deaths = said, []
-        if code >= 0 or -code in ASKED:
-            return code if code >= 0 else 128 - code
-        deaths.append(ending(code))
-        pause_s = restarts.died("control", time.monotonic()) if run is not None else None
-        if pause_s is None:
-            again = f"; continue with: staleflow train --resume {run}" if run is not None else ""
-            often = f" {restarts.count('control')} times in {restarts.within_s / 60:g} minutes" if run else ""
-            end(processes(run) if run is not None else ())
-            print(f"staleflow: error: the control plane died{often}: {deaths[-1]}{again}", file=sys.stderr)
-            return 128 - code
-        time.sleep(pause_s)
+            if (said := _said(told)) is not None:
+                run, deaths = said, []
+            if code >= 0 or -code in ASKED:
+                break
+            deaths.append(ending(code))
+            pause_s = restarts.died("control", time.monotonic()) if run is not None else None
+            if pause_s is None:
+                often = f" {restarts.count('control')} times in {restarts.within_s / 60:g} minutes" if run else ""
+                print(f"staleflow: error: the control plane died{often}: {deaths[-1]}{_again(run)}", file=sys.stderr)
+                break
+            if asks.wait(pause_s):
+                print(f"staleflow: stopped while the control plane was dead{_again(run)}", file=sys.stderr)
+                code = INTERRUPTED
+                break
+    code = code if code >= 0 else 128 - code
+    if code > 128 and run is not None:  # by a signal: it has not ended what it started or was to adopt
+        end(processes(run))
+    return code
+
+
+def _again(run: Path | None) -> str:
+    return f"; continue with: staleflow train --resume {run}" if run is not None else ""
+
+
+class _Asks:
+    """Passes requests to stop on to the control plane, and remembers them while there is none."""
+
+    def __init__(self) -> None:
+        self._child = 0
+        self._says = -1
+        self._asked = False
+
+    def __enter__(self) -> Self:
+        self._before = {each: signal.signal(each, self._heard) for each in requests()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._child >= 0:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def fork(self, says: int) -> int:
+        """As ``os.fork``. No request is lost in between."""
+        numbers = tuple(self._before)
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        self._child, self._says = os.fork(), says
+        if not self._child:
+            self._child = -1
+            for number in numbers:
+                signal.signal(number, signal.default_int_handler)
+        elif self._asked:
+            os.kill(self._child, signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        return max(0, self._child)
+
+    def gone(self) -> None:
+        self._child = 0
+
+    def wait(self, seconds: float) -> bool:
+        """Whether somebody has asked, by then or before the control plane died."""
+        until = time.monotonic() + seconds
+        while not self._asked and time.monotonic() < until:
+            time.sleep(0.05)
+        return self._asked
+
+    def _heard(self, number: int, _frame: object) -> None:
+        self._asked = True
+        if self._child and number == signal.SIGINT:
+            _say(self._says, STOP)  # a terminal sends it to both processes: said another way, it counts once
+        elif self._child:
+            with suppress(ProcessLookupError):
+                os.kill(self._child, number)
 
 
 def _said(told: int) -> Path | None:
@@ -119,28 +189,13 @@ def _said(told: int) -> Path | None:
 
 
 def _wait(child: int, says: int) -> int:
-    """Until the control plane has ended. Passes on what comes meanwhile."""
-
-    def pass_on(number: int, _frame: object) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(child, number)
-
-    def stop(_number: int, _frame: object) -> None:
-        """A terminal sends it to both processes, other programs to this one: said another way, it counts once."""
-        _say(says, STOP)
-
-    before = {each: signal.signal(each, pass_on) for each in PASSED_ON}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, stop)
-    try:
-        while True:
-            pid, status = os.wait()
-            code = os.waitstatus_to_exitcode(status)
-            if pid == child:
-                return code
-            _say(says, f"{pid} {code}")
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    """Until the control plane has ended. It hears how processes end that an earlier one started."""
+    while True:
+        pid, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
+        if pid == child:
+            return code
+        _say(says, f"{pid} {code}")
 
 
 def _say(says: int, line: str) -> None:
