@@ -6,8 +6,9 @@
 ``supervised`` forks. The child returns from it what ``train`` does, as if there were no parent; the parent stays,
 passes signals on, and returns the child's exit code. A child that was killed by a signal (also for want of memory, or
 by a segmentation fault) after it said what it runs is followed by another; one that ended by itself, or that somebody
-asked to stop, is not. The processes of the run wait meanwhile, and the next control plane adopts them. Before the
-control plane listens for signals, and between two of them, a request to stop is a ``KeyboardInterrupt``.
+asked to stop, is not; one that stands still is named, and killed after a minute. The processes of the run wait
+meanwhile, and the next control plane adopts them. Before the control plane listens for signals, and between two of
+them, a request to stop is a ``KeyboardInterrupt``.
 
 If the parent dies, the child stops the run in good order.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import select
 import signal
 import sys
 import time
@@ -28,11 +30,15 @@ from typing import Self
 from staleflow.errors import ending
 from staleflow.run.processes import end, processes
 from staleflow.runtime.restarts import Restarts
+from staleflow.runtime.watchdog import Watchdog
 
 ASKED = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
 """Who dies of one of these was asked to."""
 PR_SET_CHILD_SUBREAPER = 36
-STOP = "stop"
+STOP, MOVES, LEAVES = "stop", "moves", "leaves"
+BEAT_S = 1.0
+HUNG_S = 60.0
+CONTROL = "the control plane"
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells expect it."""
 
@@ -53,10 +59,11 @@ class Supervisor:
         """How those before this one ended, since the last that said what it runs."""
         self._told = told
         self._hears = hears
+        self._beat: asyncio.TimerHandle | None = None
 
     def tell(self, run: Path) -> None:
         """What is to be continued, should this process die. Earlier deaths are known to the run by now."""
-        os.write(self._told, f"{run}\n".encode())
+        _say(self._told, str(run))
 
     def attend(self, stop: Callable[[signal.Signals], None], reaped: Callable[[int, int], None]) -> None:
         """From now on ``stop`` is called when somebody wants the run to end, ``reaped`` with the pid and exit code of
@@ -75,10 +82,18 @@ class Supervisor:
                 else:
                     reaped(int(word), int(code))
 
+        def beat() -> None:
+            _say(self._told, MOVES)
+            self._beat = loop.call_later(BEAT_S, beat)
+
         loop.add_reader(self._hears, come)
+        beat()
 
     def leave(self) -> None:
         asyncio.get_running_loop().remove_reader(self._hears)
+        if self._beat is not None:
+            self._beat.cancel()
+        _say(self._told, LEAVES)
 
 
 def supervised(train: Callable[[Supervisor], int], restarts: Restarts | None = None) -> int:
@@ -100,14 +115,16 @@ def supervised(train: Callable[[Supervisor], int], restarts: Restarts | None = N
                 return train(Supervisor(tells, hears, run, deaths))
             os.close(tells)
             os.close(hears)
-            code = _wait(child, says)
+            watch = Watch(child, told, says)
+            code = watch.ended()
             asks.gone()
+            os.close(told)
             os.close(says)
-            if (said := _said(told)) is not None:
-                run, deaths = said, []
+            if watch.run is not None:
+                run, deaths = watch.run, []
             if code >= 0 or -code in ASKED:
                 break
-            deaths.append(ending(code))
+            deaths.append("stood still" if watch.killed else ending(code))
             pause_s = restarts.died("control", time.monotonic()) if run is not None else None
             if pause_s is None:
                 often = f" {restarts.count('control')} times in {restarts.within_s / 60:g} minutes" if run else ""
@@ -177,25 +194,50 @@ class _Asks:
                 os.kill(self._child, number)
 
 
-def _said(told: int) -> Path | None:
-    """What the control plane that has ended said that it runs."""
-    os.set_blocking(told, False)
-    try:
-        lines = os.read(told, 1 << 16).decode().splitlines()
-    except BlockingIOError:
-        lines = []
-    os.close(told)
-    return Path(lines[0]) if lines else None
+class Watch:
+    """Of one control plane, until it ends."""
 
+    def __init__(self, child: int, told: int, says: int) -> None:
+        self.run: Path | None = None
+        """What it said that it runs."""
+        self.killed = False
+        """For standing still."""
+        self._child, self._told, self._says = child, told, says
+        self.watchdog = Watchdog(HUNG_S, BEAT_S)
 
-def _wait(child: int, says: int) -> int:
-    """Until the control plane has ended. It hears how processes end that an earlier one started."""
-    while True:
-        pid, status = os.wait()
-        code = os.waitstatus_to_exitcode(status)
-        if pid == child:
-            return code
-        _say(says, f"{pid} {code}")
+    def ended(self) -> int:
+        """Its exit code, when it has. It hears how processes end that an earlier one started."""
+        while True:
+            speaks = self.heard() if select.select([self._told], [], [], BEAT_S)[0] else True
+            while (found := os.waitpid(-1, os.WNOHANG if speaks else 0))[0]:
+                code = os.waitstatus_to_exitcode(found[1])
+                if found[0] == self._child:
+                    self.heard()
+                    return code
+                _say(self._says, f"{found[0]} {code}")
+            for each in self.watchdog.look(time.monotonic()):
+                if each.news:
+                    print(f"staleflow: {each}", file=sys.stderr)
+                if each.lost:
+                    self.killed = True
+                    os.kill(self._child, signal.SIGKILL)
+
+    def heard(self) -> bool:
+        """Whether it has anything to say with."""
+        os.set_blocking(self._told, False)
+        now = time.monotonic()
+        try:
+            said = os.read(self._told, 1 << 16)
+        except BlockingIOError:
+            return True
+        for line in said.decode().splitlines():
+            if line not in (MOVES, LEAVES):
+                self.run = Path(line)
+                continue
+            self.watchdog.done(CONTROL, MOVES, now)
+            if line == MOVES:
+                self.watchdog.asked(CONTROL, MOVES, "its event loop", now)
+        return bool(said)
 
 
 def _say(says: int, line: str) -> None:

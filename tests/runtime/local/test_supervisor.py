@@ -1,11 +1,15 @@
 """The process above the control plane: what it starts again, what it passes on, what it leaves alone."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from staleflow.runtime.local.supervisor import Watch
 
 pytestmark = pytest.mark.processes
 
@@ -217,3 +221,39 @@ def test_under_nohup_a_run_outlives_its_terminal(tmp_path: Path) -> None:
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 3, "stopped by the second one, in good order"
+
+
+def test_a_control_plane_that_stands_still_is_named_killed_and_followed_by_another(tmp_path: Path) -> None:
+    train = """
+import asyncio
+from staleflow.runtime import watchdog
+from staleflow.runtime.local import supervisor as module
+watchdog.FIRST_LOST_S = watchdog.FIRST_S = watchdog.LATE_S = module.HUNG_S = module.BEAT_S = 0.1
+
+def train(supervisor):
+    async def run():
+        supervisor.tell(here / "run")
+        supervisor.attend(print, print)
+        await asyncio.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if supervisor.deaths:
+        print(*supervisor.deaths, flush=True)
+        return 4
+    asyncio.run(run())
+"""
+    code, out, err = ended(tmp_path, train)
+    assert (code, out) == (4, "stood still\n")
+    assert err.startswith("staleflow: the control plane has not moved for ")
+
+
+@pytest.mark.parametrize(("said", "late"), [(b"moves\n", 1), (b"moves\nleaves\n", 0), (b"/a/run\n", 0)])
+def test_only_a_control_plane_that_attends_can_be_late(said: bytes, late: int) -> None:
+    told, tells = os.pipe()
+    watch = Watch(0, told, -1)
+    os.write(tells, said)
+    assert watch.heard()
+    assert len(watch.watchdog.look(time.monotonic() + 1000)) == late
+    os.close(tells)
+    assert not watch.heard()
+    os.close(told)
