@@ -307,6 +307,7 @@ class LocalRun:
 
     async def _start(self) -> None:
         await self.crew.listen()
+        self.crew.returns_within(self.record.trainer_busy_s / max(1, self.record.version))
         self.start_trainer()
         for name in self.scaling.begin(self.crew.orphans):
             self.start_instance(name)
