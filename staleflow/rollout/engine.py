@@ -10,7 +10,7 @@ of the engine itself raises ``EngineError``. ::
         output = engine.step()
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -92,6 +92,16 @@ class WeightSource(Protocol):
         ...
 
 
+@runtime_checkable
+class LendingSource(WeightSource, Protocol):
+    """One whose tensors can also be read where they are, by an engine that has no tensors of these names."""
+
+    def lend(self, use: Callable[[int, Iterator[tuple[str, Any]]], None], at_least: int) -> int:
+        """Call ``use`` with the newest version and its tensors, again if they changed meanwhile; returns the version
+        that was read whole."""
+        ...
+
+
 LoadWeights = Callable[[Mapping[str, Any]], int]
 """Fills the engine's tensors, by their Hugging Face names, and returns the version that they now hold."""
 
@@ -127,7 +137,8 @@ class Engine(Protocol):
         ...
 
     def weights(self) -> Mapping[str, Any]:
-        """The tensors that ``pull`` fills, by their Hugging Face names."""
+        """The tensors that ``pull`` fills, by their Hugging Face names. Who wants their values asks before the first
+        pull: an engine that computes with others keeps them from then on."""
         ...
 
     def snapshot(self) -> InstanceState: ...

@@ -5,7 +5,7 @@ request carries the part that is ``Sampling``::
 
     rollout.to(EngineOptions), rollout.to(Sampling, stop_tokens=(1,))
 
-``rollout.engine`` is the built-in engine or the user's own class, or a function that makes one. It is called as
+``rollout.engine`` is the built-in engine, vLLM, or the user's own class, or a function that makes one. It is called as
 ``engine(model_folder, options, **arguments)`` with ``EngineOptions`` and gives an ``Engine`` (see ``engine.py``) that
 holds no version of the weights (-1) until its first pull.
 """
@@ -19,7 +19,15 @@ from staleflow.settings import Amount, Count, Device, Range, Section, Share, Who
 
 ENGINES = Registry(
     "rollout.engine",
-    {"builtin": Entry("staleflow.rollout.builtin:make")},
+    {
+        "builtin": Entry("staleflow.rollout.builtin:make"),
+        "vllm": Entry(
+            "staleflow.rollout.vllm:make",
+            needs="vllm",
+            arguments=True,
+            install="pip install 'staleflow[vllm]', or as docs/engine.md says for CPUs",
+        ),
+    },
     takes=("model_folder", "options"),
     own="module:Class",
 )
@@ -108,9 +116,9 @@ class Rollout(Drawing, Ending, Engines):
     instances: Count = 2
     """Engines, each a process."""
     engine: Annotated[str, ENGINES] = "builtin"
-    """``builtin``, or ``module:Class``."""
+    """``builtin``, ``vllm``, or ``module:Class``."""
     engine_arguments: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Passed to ``module:Class``."""
+    """Passed to vLLM, or to ``module:Class``."""
 
     def contradictions(self) -> Iterator[str]:
         yield from Ending.contradictions(self)

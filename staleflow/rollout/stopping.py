@@ -3,11 +3,14 @@
 Only the end of the text is decoded, with a few tokens before it: some tokenizers decode a token differently at the
 beginning of a text than inside it. ::
 
-    stops = StopStrings(tokenizer.decode)
-    if stops.hit(sequence): ...
+    stops = StopStrings(model_folder)
+    if stops.available and stops.hit(sequence): ...
 """
 
-from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+from tokenizers import Tokenizer
 
 from staleflow.rollout.sequence import Sequence
 
@@ -16,8 +19,20 @@ BEFORE = 4
 
 
 class StopStrings:
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "tokenizer.json"
+
+    @property
+    def available(self) -> bool:
+        """Whether the model's folder has a tokenizer."""
+        return self._file.is_file()
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self._file))
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def hit(self, sequence: Sequence) -> bool:
         """Whether the last token completed one of the sequence's stop strings."""

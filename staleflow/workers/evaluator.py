@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from staleflow.config.schema import passes
 from staleflow.reward.judge import Judgement
-from staleflow.rollout.engine import Engine, LoadWeights, Request, Sampling, WeightSource
+from staleflow.rollout.engine import Engine, LendingSource, Request, Sampling, WeightSource
 from staleflow.tasks.task import Problem
 from staleflow.types import Evaluate, Evaluated, Moved, Ready, Stop, TakeOver
 from staleflow.workers.best import Best
@@ -43,7 +43,7 @@ class Evaluator:
     def __init__(
         self,
         engine: Engine,
-        weights: WeightSource,
+        weights: LendingSource,
         problems: Sequence[tuple[Sequence[int], Problem]],
         sampling: Sampling,
         judge: Judged,
@@ -65,28 +65,27 @@ class Evaluator:
         self._sampling = sampling
         self._judge = judge
         self._moved = moved
+        engine.weights()  # their values are wanted after each pull
 
     def keep(self) -> None:
         """Copy the newest version, to be evaluated later."""
-        copies = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in self._engine.weights().items()
-        }
-        version = self._weights.pull(copies, 0)
         self._folder.mkdir(exist_ok=True)
         draft = self._folder / "draft"
-        save_file(copies, draft)
+
+        def write(_: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+            save_file({name: tensor.clone() for name, tensor in tensors}, draft)
+
+        version = self._weights.lend(write, 0)
         draft.replace(self._folder / f"{version:012d}{KEPT}")
 
     def evaluate(self) -> Iterator[Evaluated]:
         """What was kept, then the newest version."""
         for file in sorted(self._folder.glob(f"*{KEPT}")):
-            yield self._evaluate(
-                lambda into, file=file: _copied(into, int(file.name.removesuffix(KEPT)), load_file(file))
-            )
+            yield self._evaluate(KeptWeights(file))
             file.unlink()
         yield self._evaluate(self._weights)
 
-    def _evaluate(self, source: WeightSource | LoadWeights) -> Evaluated:
+    def _evaluate(self, source: WeightSource) -> Evaluated:
         """A version and its mean reward on the problems. What cannot be scored is left out, and counted."""
         began = time.perf_counter()
         version = self._engine.pull(source, 0)
@@ -158,10 +157,21 @@ class Signs:
             self._link.send(Moved())
 
 
-def _copied(into: Mapping[str, Any], version: int, copies: Mapping[str, torch.Tensor]) -> int:
-    for name, tensor in copies.items():
-        into[name].copy_(tensor)
-    return version
+class KeptWeights:
+    """A version in a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._version = int(file.name.removesuffix(KEPT))
+
+    def pull(self, into: Mapping[str, Any], at_least: int) -> int:  # noqa: ARG002
+        for name, tensor in load_file(self._file).items():
+            into[name].copy_(tensor)
+        return self._version
+
+    def lend(self, use: Callable[[int, Iterator[tuple[str, torch.Tensor]]], None], at_least: int) -> int:  # noqa: ARG002
+        use(self._version, iter(load_file(self._file).items()))
+        return self._version
 
 
 def serve(evaluator: Evaluator, link: Link) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,18 +30,28 @@ def build(setup: Setup, link: Link) -> Callable[[], None]:
 
 
 class LazyWeights:
-    """The parameter server, joined at the first pull: its writer may start later than its readers."""
+    """The parameter server, joined at the first pull: its writer may start later than its readers. A copy in another
+    process joins it by itself."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._server: Any = None
+    def __init__(self, store: str) -> None:
+        self._store = store
+        self._server: LocalParameterServer | None = None
+
+    def __reduce__(self) -> tuple[type[LazyWeights], tuple[str]]:
+        return LazyWeights, (self._store,)
 
     def pull(self, into: Mapping[str, Any], at_least: int) -> int:
+        return self._joined().pull(into, at_least)
+
+    def lend(self, use: Callable[[int, Iterator[tuple[str, Any]]], None], at_least: int) -> int:
+        return self._joined().lend(use, at_least)
+
+    def _joined(self) -> LocalParameterServer:
         if self._server is None:
             from staleflow.servers.weights import LocalParameterServer
 
-            self._server = LocalParameterServer.attach(self._setup.store)
-        return self._server.pull(into, at_least)
+            self._server = LocalParameterServer.attach(self._store)
+        return self._server
 
 
 def _instance(setup: Setup, link: Link) -> Any:
@@ -51,7 +61,7 @@ def _instance(setup: Setup, link: Link) -> Any:
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
     requests = Requests(config.sampling(stop_tokens(Path(setup.model))), config.seed)
-    worker = RolloutWorker(setup.name, _engine(setup, config), LazyWeights(setup), requests, setup.incarnation)
+    worker = RolloutWorker(setup.name, _engine(setup, config), LazyWeights(setup.store), requests, setup.incarnation)
     link.send(Ready(-1))
     return lambda: serve(worker, link)
 
@@ -130,7 +140,7 @@ def _evaluator(setup: Setup, link: Link) -> Any:
         best = Best(Path(setup.run) / "checkpoints" / "best", Path(setup.model), config.evaluation.figure)
     evaluator = Evaluator(
         engine,
-        LazyWeights(setup),
+        LazyWeights(setup.store),
         task.held_out,
         sampling,
         judge,

@@ -51,7 +51,7 @@ def test_unknown_names_propose_the_nearest(override: str, line: str) -> None:
         ("strategies.routing=best", "strategies.routing=best: write one of waterfall,"),
         ("training.schedule=never", "training.schedule=never: write one of constant, linear, cosine"),
         ("filter=some", "filter=some: write one of none, no-signal, or module:function"),
-        ("rollout.engine=vllm", "rollout.engine=vllm: write one of builtin, or module:Class"),
+        ("rollout.engine=sglang", "rollout.engine=sglang: write one of builtin, vllm, or module:Class"),
         ("data.source=mystery", "data.source=mystery: write one of adder, a .jsonl file"),
         ("reward.function=rouge", "reward.function=rouge: write one of adder, exact-match"),
         ("reward.function=http://", "reward.function=http:// has no host"),

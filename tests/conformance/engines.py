@@ -1,7 +1,8 @@
 """Engines to hold to the interface. A new one is one entry of ``KINDS``; every test here then runs over it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ class Kind:
     make: Callable[[Path], Engine]
     payload: bool = True
     """Whether it makes tokens; otherwise it only counts them."""
+    repeatable: bool = True
+    """Whether an interruption does not change what is drawn; otherwise only the likeliest tokens stay the same."""
+    missing: str | None = None
+    """Why it cannot be tested here."""
 
 
 def built_in(folder: Path, **more: Any) -> Engine:
@@ -35,10 +40,20 @@ def modelled(_: Path) -> Engine:
     return SimEngine(Instance(COST, KV_TOKENS // PAGE, PAGE, MAX_RUNNING, chunk=32))
 
 
+def vllm(folder: Path, **more: Any) -> Engine:
+    from tests.conformance.pooled_vllm import pooled
+
+    return pooled(folder, EngineOptions(kv_tokens=KV_TOKENS, max_running=MAX_RUNNING, threads=1, **more), version=0)
+
+
+NO_VLLM = None if find_spec("vllm") else "vLLM is not installed here: make test-vllm"
+
 KINDS = {
     "built-in": Kind(built_in),
     "built-in, KV kept": Kind(lambda folder: built_in(folder, kv_on_pull="keep")),
     "modelled": Kind(modelled, payload=False),
+    "vLLM": Kind(vllm, repeatable=False, missing=NO_VLLM),
+    "vLLM, KV kept": Kind(lambda folder: vllm(folder, kv_on_pull="keep"), repeatable=False, missing=NO_VLLM),
 }
 
 
@@ -64,6 +79,10 @@ def resumed(original: Request, result: Result, epoch: int = 2) -> Request:
     logprobs = result.logprobs or [0.0] * len(tokens)
     sampling, group = original.sampling, original.group
     return Request(original.name, epoch, original.prompt, tokens, logprobs, result.spans, group, sampling)
+
+
+def greedy(asked: Request) -> Request:
+    return replace(asked, sampling=replace(asked.sampling, temperature=0.0))
 
 
 def count(spans: Spans) -> int:

@@ -12,7 +12,7 @@ and instances need only the run's name:
 """
 
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -148,17 +148,23 @@ class LocalParameterServer:
         """Copy the newest version into these tensors. Those that hold it already, from the previous pull, are skipped:
         call ``forget`` if anything else wrote to them. ``verify`` compares the checksums of what was copied. After an
         error the tensors may mix versions."""
-        self._store.check()
-        if self._reader is None:
-            self._reader = Reader(self._store, self._lease_s, self._between)
-        return self._reader.pull(into, at_least, verify).version
+        return self._reading().pull(into, at_least, verify).version
+
+    def lend(self, use: Callable[[int, Iterator[tuple[str, torch.Tensor]]], None], at_least: int = 0) -> int:
+        """Call ``use`` with the newest version and its tensors where they are, in shared memory: for those who have
+        another place for them than tensors of the same names. It is called again if they were overwritten meanwhile,
+        and must not keep or change them. Returns the version that was read whole."""
+        return self._reading().lend(use, at_least)
 
     def whole(self) -> bool:
         """Whether every tensor of the newest version has the checksum that it was pushed with."""
+        return self._reading().whole()
+
+    def _reading(self) -> Reader:
         self._store.check()
         if self._reader is None:
             self._reader = Reader(self._store, self._lease_s, self._between)
-        return self._reader.whole()
+        return self._reader
 
     @property
     def last_pull(self) -> PullResult | None:

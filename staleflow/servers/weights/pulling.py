@@ -12,9 +12,9 @@ with an error.
 
 import ctypes
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from staleflow.servers.weights.segments import WeightsError, attach_segment
 from staleflow.servers.weights.stores import Store
 from staleflow.servers.weights.tensors import SlotLayout, digest_of, is_plain, raw
 
+T = TypeVar("T")
 ATTEMPTS = 8
 """How often a pull may start over because its slot was taken. With leases that is rare."""
 SMALL = 1 << 20
@@ -92,7 +93,34 @@ class Reader:
             self._entry = self.block.claim()
 
     def pull(self, into: Mapping[str, torch.Tensor], at_least: int, verify: bool) -> PullResult:
-        for attempt in range(1, ATTEMPTS + 1):
+        attempts, version, done = self._repeat(
+            at_least, lambda version, slot: self._attempt(version, slot, into, verify)
+        )
+        checksum, copied, skipped = done
+        self.last = PullResult(version, checksum, copied, skipped, attempts)
+        return self.last
+
+    def lend(self, use: Callable[[int, Iterator[tuple[str, torch.Tensor]]], None], at_least: int) -> int:
+        """Let the tensors be read where they are, again if they were overwritten meanwhile."""
+
+        def attempt(version: int, slot: int) -> bool | None:
+            opened = self._open(version, slot)
+            if opened is None:
+                return None
+            mapped, layout, sequence = opened
+            use(version, self._lent(mapped, layout, slot, sequence))
+            return True if self.block.sequence(slot) == sequence else None
+
+        return self._repeat(at_least, attempt)[1]
+
+    def _lent(self, mapped: Mapped, layout: SlotLayout, slot: int, sequence: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for entry, view in zip(layout.entries, mapped.views, strict=True):
+            self._keep(slot, sequence)
+            yield entry.name, view
+
+    def _repeat(self, at_least: int, attempt: Callable[[int, int], T | None]) -> tuple[int, int, T]:
+        """Try it with the newest version and its slot, leased, until the slot was not taken meanwhile."""
+        for number in range(1, ATTEMPTS + 1):
             version, slot = self.block.published
             if version < max(0, at_least):
                 raise WeightsError(
@@ -100,13 +128,11 @@ class Reader:
                 )
             self.block.lease(self._entry, slot, self.lease_s)
             try:
-                done = self._attempt(version, slot, into, verify)
+                done = attempt(version, slot)
             finally:
                 self.block.release(self._entry)
             if done is not None:
-                checksum, copied, skipped = done
-                self.last = PullResult(version, checksum, copied, skipped, attempt)
-                return self.last
+                return number, version, done
         raise WeightsError(
             f"version {self.block.published.version} and those before it were overwritten {ATTEMPTS} times while they "
             "were pulled, and the tensors mix versions now: pull again before using them, push less often, or allow "
@@ -145,21 +171,14 @@ class Reader:
     def _attempt(
         self, version: int, slot: int, into: Mapping[str, torch.Tensor], verify: bool
     ) -> tuple[str, int, int] | None:
-        sequence = self.block.sequence(slot)
-        if sequence & 1 or self.block.version(slot) != version:
+        opened = self._open(version, slot)
+        if opened is None:
             return None
-        mapped = self._map(slot)
-        if mapped is None:
-            return None
-        layout = self._layout or self._read_layout(mapped, slot, sequence)
-        if layout is None:
-            return None
+        mapped, layout, sequence = opened
         checksums = mapped.memory[layout.checksums]
         checksum = mapped.memory[layout.checksum_at].decode()
         if self.block.sequence(slot) != sequence:
             return None
-        if not mapped.views:
-            mapped.views = layout.views(mapped.tensor)
         if self._plan is None or not self._plan.fits(into):
             self._plan = PullPlan(layout, into)
         plan = self._plan
@@ -173,6 +192,20 @@ class Reader:
             return None
         copied = sum([target.size for target in wanted]) if len(wanted) < len(plan.targets) else plan.size
         return checksum, copied, plan.size - copied
+
+    def _open(self, version: int, slot: int) -> tuple[Mapped, SlotLayout, int] | None:
+        sequence = self.block.sequence(slot)
+        if sequence & 1 or self.block.version(slot) != version:
+            return None
+        mapped = self._map(slot)
+        if mapped is None:
+            return None
+        layout = self._layout or self._read_layout(mapped, slot, sequence)
+        if layout is None:
+            return None
+        if not mapped.views:
+            mapped.views = layout.views(mapped.tensor)
+        return mapped, layout, sequence
 
     def _map(self, slot: int) -> Mapped | None:
         """The slot's segment; drops segments that the writer has freed."""
