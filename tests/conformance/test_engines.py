@@ -287,6 +287,7 @@ class Walk(RuleBasedStateMachine):
         for at, engine in enumerate(self.engines):
             while engine.busy:
                 self.step(at)
+            engine.close()
 
 
 def test_a_random_walk_agrees_with_the_oracle(make: Make) -> None:
