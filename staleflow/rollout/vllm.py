@@ -450,19 +450,20 @@ def start(folder: str | Path, options: EngineOptions, arguments: Mapping[str, An
     blocks = options.kv_tokens // size
     if not blocks:
         raise EngineError(f"kv_tokens={options.kv_tokens} is less than one block of {size} tokens: give more")
-    on_cpu = options.device == "cpu"
+    on_cpu, longest = options.device == "cpu", min(_positions(Path(folder)), blocks * size)
     settings: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": True,
         "dtype": options.dtype,
         "load_format": "dummy" if options.weights == "random" else "safetensors",
-        "max_model_len": min(_positions(Path(folder)), blocks * size),
+        "max_model_len": longest,
         "max_num_seqs": options.max_running,
-        "max_num_batched_tokens": options.prefill_tokens + options.max_running,
+        # On a CPU, seeds of requests and prompts in parts together make vLLM fail.
+        "enable_chunked_prefill": not on_cpu,
+        "max_num_batched_tokens": max(options.prefill_tokens + options.max_running, longest if on_cpu else 0),
         "block_size": size,
         "num_gpu_blocks_override": blocks + 1,
         "enable_prefix_caching": True,
-        "enable_chunked_prefill": True,
         "async_scheduling": False,
         "scheduler_cls": CountingScheduler,
         "logprobs_mode": "processed_logprobs",
