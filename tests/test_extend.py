@@ -275,7 +275,7 @@ def test_a_model_of_another_family_needs_another_engine(model: Path, tmp_path: P
     for file in model.iterdir():
         (other / file.name).write_bytes(file.read_bytes())
     (other / "config.json").write_text((model / "config.json").read_text().replace('"llama"', '"phi3"'))
-    with pytest.raises(ConfigError, match=r"model_type 'phi3' .* rollout\.engine=module:Class"):
+    with pytest.raises(ConfigError, match=r"model_type 'phi3' .* rollout\.engine=vllm"):
         configured(other)
     configured(other, *SETTINGS["rollout.engine"])
 

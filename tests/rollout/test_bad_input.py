@@ -71,7 +71,7 @@ def edited(tiny: Models, folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported .* rollout.engine=module:Class"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported .* rollout.engine=vllm"),
         ({"model_type": None}, "model_type None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'dynamic'"),
