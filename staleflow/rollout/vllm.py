@@ -24,7 +24,7 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 for _name, _value in {
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",  # among its warnings are some for each pull
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # instances share the cores with each other and the trainer
@@ -113,6 +113,8 @@ class PullEngine(WeightTransferEngine[Init, Update]):
         if version == self.version:
             return
         self.version = None
+        if self.device.type == "cpu":
+            self._forget_experts()
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model)
             self.model.load_weights(self._complete(tensors))
@@ -125,6 +127,13 @@ class PullEngine(WeightTransferEngine[Init, Update]):
             yield name, tensor
             if tied and name.endswith("embed_tokens.weight"):
                 yield "lm_head.weight", tensor
+
+    def _forget_experts(self) -> None:
+        """On a CPU, experts are packed when their kernel is made, and new weights would be taken for packed ones."""
+        for module in self.model.modules():
+            method = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
     def start_weight_update(self) -> None: ...
 

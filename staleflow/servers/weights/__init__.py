@@ -11,6 +11,7 @@ and instances need only the run's name:
     LocalParameterServer.attach("run-7").pull(engine.state_dict(), 0)       # instance: returns the version that landed
 """
 
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -195,8 +196,8 @@ class LocalParameterServer:
             self._writer.close()
         self._store.detach(why)
 
-    def __del__(self) -> None:
-        if hasattr(self, "_store"):
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "_store") and not at_exit():
             self.detach()
 
     def __enter__(self) -> "LocalParameterServer":
