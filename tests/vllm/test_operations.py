@@ -112,7 +112,7 @@ def test_spans_repeat_what_the_tokens_say_over_random_operations(
     from tests.conformance.pooled_vllm import pooled
 
     model_of("llama", 0).save_pretrained(tmp_path / "model")
-    options = EngineOptions(kv_tokens=512, max_running=6, prefill_tokens=48, threads=1, kv_on_pull=on_pull)
+    options = EngineOptions(kv_tokens=256, max_running=6, prefill_tokens=48, threads=1, kv_on_pull=on_pull)
     store.push(0, speaker(0))
     engines: list[Any] = [pooled(tmp_path / "model", options, version=-1) for _ in range(2)]
     fleet = Fleet([*engines, TorchEngine(tmp_path / "model", options, version=-1)], store, seed=operations)
