@@ -52,7 +52,7 @@ from staleflow.runtime.local.rescuing import Rescue
 from staleflow.runtime.local.saving import Saving
 from staleflow.runtime.local.scaling import Scaling, unused
 from staleflow.runtime.local.stillness import STALL_S
-from staleflow.runtime.local.supervisor import Supervisor
+from staleflow.runtime.local.supervisor import Supervisor, requests
 from staleflow.runtime.local.watching import Watching
 from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.runtime.watchdog import Watchdog
@@ -70,7 +70,6 @@ __all__ = ["LocalRun", "RunError"]
 START_S = 300.0
 ADOPTED_S = 10.0
 """An instance of an earlier control plane that has not answered after this time is replaced."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CYCLE_S = 0.05
 """Decisions are made at most this often: steps of a laptop run take a fraction of a second."""
 
@@ -141,7 +140,8 @@ class LocalRun:
         store = self.directory.store
         with claim(store, standby_of(store), keep=opened.standby):
             self._open(opened)
-            for each in SIGNALS:
+            requested = requests()
+            for each in requested:
                 self.loop.add_signal_handler(each, self._signalled, each)
             beside = [
                 self._beside(self.watching.show_forever(), "view"),
@@ -161,7 +161,7 @@ class LocalRun:
                     task.cancel()
                 self.scaling.close()
                 await self._close()
-                for each in SIGNALS:
+                for each in requested:
                     self.loop.remove_signal_handler(each)
                 if self._supervisor is not None:
                     self._supervisor.leave()
@@ -178,6 +178,8 @@ class LocalRun:
         await self._make_again()
         if not self.in_place or not self.server.ledger.version:
             await self._evaluate()
+        else:
+            self._ask_if_due(self.server.ledger.version)  # the evaluator may have died with who asked it
         await self._train()
         await self.rescue.save_last()
         await self._evaluate()
@@ -281,8 +283,9 @@ class LocalRun:
         config = self.config
         cut = was_cut(self.task, config.rollout.stop_strings)
         port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes, cut)
+        names, version = config.reward.names, self.server.ledger.version
         self.samples = Samples(
-            self.directory.samples, self.task, config.samples, config.reward.names, cut, self.incidents.note
+            self.directory.samples, self.task, config.samples, names, cut, self.incidents.note, version
         )
         settings = Settings(
             config.strategies,
@@ -454,9 +457,7 @@ class LocalRun:
             self._log_step(report, groups)
         let_go(groups)
         self.show(self)
-        every = self.config.evaluation.every
-        if every and version % every == 0 and version < self.config.steps:
-            self.evaluations.ask(version, now=self.config.evaluation.when == "during")
+        self._ask_if_due(version)
         now = self.loop.time()
         kept = self.server.made_bytes
         if version < self.config.steps and not self.rescue.begun and self.saving.due(version, now, kept > KEPT_BYTES):
@@ -485,6 +486,11 @@ class LocalRun:
         if not self.interrupted and not any(each[0] == version for each in self.record.accuracy):
             self.evaluations.ask(version)
             await self.crew.within(self.evaluations.settled(version), "evaluation")
+
+    def _ask_if_due(self, version: int) -> None:
+        every, known = self.config.evaluation.every, any(each[0] == version for each in self.record.accuracy)
+        if every and version % every == 0 and version < self.config.steps and not known:
+            self.evaluations.ask(version, now=self.config.evaluation.when == "during")
 
     def _send_evaluate(self, now: bool) -> None:
         child = self.crew.children["evaluator"]
