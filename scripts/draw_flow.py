@@ -67,7 +67,7 @@ def main() -> None:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         'role="img">',
-        "<title>Prompts go to rollout instances, responses to rewards, scored groups to the ledger and from there to the "
+        "<title>Prompts go to rollout instances, responses to rewards, scored groups to the ledger and on to the "
         "trainer; instances pull the versions that it makes</title>",
         f"<style>{STYLE}</style>",
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
