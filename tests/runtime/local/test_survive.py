@@ -101,7 +101,7 @@ def test_a_trainer_that_dies_too_often_leaves_a_checkpoint_and_so_does_sighup_in
 
     def hangs_up(evaluations: Evaluations, version: int, now: bool = True) -> None:
         ask(evaluations, version, now)
-        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Evaluations, "ask", hangs_up)
     summary, _ = run_once(config, model, directory)
