@@ -45,7 +45,7 @@ def test_settings_that_are_named_exist(page: Path) -> None:
     known = {name for name, _ in leaves(to_tree(sf.load("plain", "model=mine")))}
     sections = "|".join(sorted({name.partition(".")[0] for name in known if "." in name}))
     named = re.findall(rf"(?<![\w./-])((?:{sections})\.[a-z_]+)(?![\w(/]|\.\w)", page.read_text())
-    assert {each for each in named if not each.endswith((".md", ".py"))} <= known
+    assert {each for each in named if not each.endswith((".md", ".py", ".svg"))} <= known
 
 
 def test_the_front_page_shows_measured_results() -> None:
