@@ -255,7 +255,6 @@ class ControlPlane:
         if completed := self.server.score(name, reward):
             self._completed(*completed)
             self._feed.push_on()
-            self._changed()
 
     def _completed(self, group: Group, running: Iterable[Trajectory] = ()) -> None:
         self._drop(running)
@@ -369,6 +368,7 @@ class ControlPlane:
                 by_instance.setdefault(each.instance, []).append(each)
         for instance, dropped in by_instance.items():
             self.members[instance].abort(dropped)
+            self._changed()
 
     # Within
 

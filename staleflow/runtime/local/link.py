@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from staleflow.frames import Frames, framed
+from staleflow.runtime.local.patience import PatientLoop
 from staleflow.types import FromProcess, Hello, Kept, Setup, ToProcess
 from staleflow.workers.link import Gone
 
@@ -183,6 +184,11 @@ class Channel(asyncio.Protocol):
         """To a process that has died it does nothing: ``on_end`` tells of that."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(pack(message))
+
+    def hurry(self) -> None:
+        """Somebody waits for what is said here: it is heard at once."""
+        if self._transport is not None and isinstance(loop := asyncio.get_running_loop(), PatientLoop):
+            loop.hurry(self._transport.get_extra_info("socket").fileno())
 
     def close(self) -> None:
         if self._transport is not None:
