@@ -320,7 +320,7 @@ class Bench:
     def _rewards(self, pool: RewardPool) -> PoolPort:
         payloads = self.server.payloads
         assert payloads is not None
-        return PoolPort(pool, self.prompts.problem, payloads.token_bytes)
+        return PoolPort(pool, self.prompts.problem, payloads.bytes_of)
 
     async def _instance(self, name: str, end: socket.socket) -> None:
         peer = Peer(name)

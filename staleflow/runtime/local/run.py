@@ -281,7 +281,7 @@ class LocalRun:
     def _control(self) -> ControlPlane:
         config = self.config
         cut = was_cut(self.task, config.rollout.stop_strings)
-        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes, cut)
+        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.bytes_of, cut)
         self.samples = Samples(
             self.directory.samples, self.task, config.samples, config.reward.names, cut, self.incidents.note
         )
