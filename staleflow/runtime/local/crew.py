@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,7 @@ class Crew:
                 self._replacing.add(task)
                 task.add_done_callback(self._replacing.discard)
 
-        def on_message(message: Any) -> None:
-            self._hear(child, message, hear)
-
+        on_message = partial(self._hear, child, hear)
         if found:
             child.adopt(found.pid, on_message, on_end)
         else:
@@ -242,7 +241,7 @@ class Crew:
         else:
             channel.close()  # its turn comes: it tries again
 
-    def _hear(self, child: Child, message: Any, hear: Hear) -> None:
+    def _hear(self, child: Child, hear: Hear, message: Any) -> None:
         if not self._is(child):
             return  # it has been retired
         if isinstance(message, Broken):
