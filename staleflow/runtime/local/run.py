@@ -64,14 +64,15 @@ from staleflow.servers.made import rows_of
 from staleflow.servers.weights import claim, standby_of
 from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
 from staleflow.types import Evaluate, Trained
+from staleflow.workers.rollout import BEAT_S
 
 __all__ = ["LocalRun", "RunError"]
 
 START_S = 300.0
 ADOPTED_S = 10.0
 """An instance of an earlier control plane that has not answered after this time is replaced."""
-CYCLE_S = 0.05
-"""Decisions are made at most this often: steps of a laptop run take a fraction of a second."""
+CYCLE_S = BEAT_S
+"""Between two decisions: the event loop is woken up this often (``patience``), and all that has come is decided on."""
 
 
 class Interrupted(RunError):  # noqa: N818  # an event, not a mistake
@@ -282,7 +283,7 @@ class LocalRun:
     def _control(self) -> ControlPlane:
         config = self.config
         cut = was_cut(self.task, config.rollout.stop_strings)
-        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes, cut)
+        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.bytes_of, cut)
         names, version = config.reward.names, self.server.ledger.version
         self.samples = Samples(
             self.directory.samples, self.task, config.samples, names, cut, self.incidents.note, version
@@ -290,7 +291,7 @@ class LocalRun:
         settings = Settings(
             config.strategies,
             self._cost,
-            cycle_s=CYCLE_S,
+            cycle_s=0.0,  # the event loop is patient
             stall_s=STALL_S,
             reward_timeout_s=2 * config.reward.timeout_s + 60 + config.reward.patience_s,
             reward_tries=config.reward.tries,
@@ -307,6 +308,7 @@ class LocalRun:
 
     async def _start(self) -> None:
         await self.crew.listen()
+        self.crew.returns_within(self.record.trainer_busy_s / max(1, self.record.version))
         self.start_trainer()
         for name in self.scaling.begin(self.crew.orphans):
             self.start_instance(name)
