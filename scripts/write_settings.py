@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from staleflow.config.schema import Config
 from staleflow.config.text import render_flow
@@ -34,10 +34,13 @@ def page() -> str:
 
 def table(kind: Any, prefix: str = "", leave: tuple[str, ...] = ()) -> Iterator[str]:
     said = {name: text for each in reversed(kind.__mro__) for name, text in documented(each).items()}
+    hints = get_type_hints(kind)
     yield "| setting | default | |\n|---|---|---|"
     for each in fields(kind):
         if each.name not in leave:
-            yield f"| `{prefix}{each.name}` | {default(each)} | {said.get(each.name, '')} |"
+            choices = get_args(hints[each.name]) if get_origin(hints[each.name]) is Literal else ()
+            about = [said.get(each.name, ""), f"One of {', '.join(f'`{one}`' for one in choices)}." if choices else ""]
+            yield f"| `{prefix}{each.name}` | {default(each)} | {' '.join(filter(None, about))} |"
     yield ""
 
 
