@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from staleflow import __version__, caller
 from staleflow.commands import clean, compare, plan, profile, samples, scale, simulate, train
-from staleflow.commands.common import refuse
+from staleflow.commands.common import as_setting, refuse
 from staleflow.config.text import one_line
 from staleflow.errors import RunError, StaleFlowError
 
@@ -30,7 +30,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         command.add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
     if unknown := [each for each in rest if each.startswith("-") or "words" not in options]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; see staleflow {options.command} --help")
+        meant = as_setting(unknown[0]) if "words" in options else None
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}; {meant or f'see staleflow {options.command} --help'}"
+        )
     if rest:  # argparse takes one run of positional arguments; between options there may be more
         options.words += rest
     return options

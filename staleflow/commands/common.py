@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staleflow.config import PRESETS, Config, load
-from staleflow.config.convert import full_name
+from staleflow.config.convert import NAMES, full_name
 from staleflow.config.costs import on_other_hardware
+from staleflow.config.field_names import elsewhere
 from staleflow.config.gpus import GPUS
 from staleflow.config.machine import cores
 from staleflow.config.presets import LAPTOP, PAPER
@@ -125,6 +126,18 @@ class GivenSettings:
 
     def config(self, default: str = LAPTOP) -> Config:
         return load(self.source, self.words, default)
+
+
+def as_setting(option: str) -> str | None:
+    """What to write instead of an option such as ``--learning-rate=1e-5`` that is a setting; None if it is not."""
+    name, _, value = option.lstrip("-").partition("=")
+    try:
+        found = full_name(name.replace("-", "_"))
+    except ConfigError as error:  # a setting of several sections
+        return str(error)
+    if found in NAMES:
+        return f"settings are written without dashes: {found}={value or 'VALUE'}"
+    return elsewhere(name)
 
 
 def given_settings(options: argparse.Namespace) -> GivenSettings:
