@@ -125,7 +125,6 @@ ELSEWHERE = {
     "vllm_gpu_memory_utilization": "write rollout.kv_tokens, the tokens that an instance keeps in memory",
     "max_num_seqs": "write rollout.max_running",
     "max_num_batched_tokens": "write rollout.prefill_tokens",
-    "gpu": "write cluster.gpu to plan for a kind of GPU; train uses rollout.device and training.device",
     # Staleness
     "max_off_policy_steps": BOUND,
     "max_async_level": BOUND,

@@ -87,12 +87,6 @@ class _Rows:
     def column(self, values: NDArray[Any]) -> Any:
         return values.tolist() if self.few else values.data
 
-    def place(self, row: int, context: int, headroom: int) -> None:
-        """Count in one more sequence of ``context`` tokens, with room to grow."""
-        self.running[row] += 1
-        self.context[row] += context
-        self.kv_free[row] -= context + headroom
-
 
 class _Gain:
     def __init__(self, rows: _Rows, cost: CostModel, mu: float) -> None:
@@ -248,7 +242,9 @@ class _Filling:
             self._refuse(version, level, context)
             return False
         rows = self.rows
-        rows.place(row, context, self.headroom)
+        rows.running[row] += 1
+        rows.context[row] += context
+        rows.kv_free[row] -= context + self.headroom
         self.rule.placed(row, context)
         if rows.running[row] >= rows.max_running[row]:
             self._close(row)

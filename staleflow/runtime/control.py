@@ -93,8 +93,8 @@ class ControlPlane:
         self._done = asyncio.Event()
         self._steps: int | None = None
         self._look_at = 0.0
-        self._news_at = 0.0
-        """When something last happened."""
+        self._news = True
+        """Whether something has happened since the last look."""
 
     async def run(self, steps: int) -> None:
         """Train until ``steps`` versions have been made."""
@@ -251,11 +251,10 @@ class ControlPlane:
     def on_scored(self, name: str, reward: float) -> None:
         if not self.scoring.answered(name):
             return
-        self._news_at = self._now()
+        self._news = True
         if completed := self.server.score(name, reward):
             self._completed(*completed)
             self._feed.push_on()
-            self._changed()
 
     def _completed(self, group: Group, running: Iterable[Trajectory] = ()) -> None:
         self._drop(running)
@@ -369,6 +368,7 @@ class ControlPlane:
                 by_instance.setdefault(each.instance, []).append(each)
         for instance, dropped in by_instance.items():
             self.members[instance].abort(dropped)
+            self._changed()
 
     # Within
 
@@ -398,11 +398,14 @@ class ControlPlane:
 
     async def _watch_for_ever(self) -> None:
         """Nobody reports that it is dead: look, and do not wait for ever for something that will not come."""
-        self._news_at = self._now()
+        news_at = self._now()
         while True:
             await asyncio.sleep(self.settings.instance_timeout_s / 4)
-            self._watch(self._now())
-            if self._now() - self._news_at > self.settings.stall_s:
+            now = self._now()
+            self._watch(now)
+            if self._news:
+                self._news, news_at = False, now
+            if now - news_at > self.settings.stall_s:
                 silence = f"nothing was heard for {self.settings.stall_s:g} s"
                 raise StalledError(f"{self.watch.stalled()}, {silence}")
             self._work.set()
@@ -425,9 +428,8 @@ class ControlPlane:
                 member.revive(heard, self.ledger.version)
 
     def _changed(self) -> None:
-        self._news_at = self._now()
-        if not self._work.is_set():
-            self._work.set()
+        self._news = True
+        self._work.set()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -69,8 +69,11 @@ class Member:
         return cls(port, term, heard.incarnation, seen=state.version, version=version, max_running=state.max_running)
 
     def submit(self, trajectories: Sequence[Trajectory], work: list[Work]) -> None:
-        self.issued.append(Issued(self.number + 1, len(trajectories), sum(each.context for each in trajectories)))
-        self.residents.update((each.name, each) for each in trajectories)
+        context = 0
+        for each in trajectories:
+            self.residents[each.name] = each
+            context += each.context
+        self.issued.append(Issued(self.number + 1, len(trajectories), context))
         self.port.send(Submit(self._next(), work))
 
     def interrupt(self, trajectories: Sequence[Trajectory]) -> None:

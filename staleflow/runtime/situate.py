@@ -37,12 +37,6 @@ class Lengths:
     squares: int = 0
     longest: int = 0
 
-    def add(self, tokens: int) -> None:
-        self.count += 1
-        self.total += tokens
-        self.squares += tokens * tokens
-        self.longest = max(self.longest, tokens)
-
 
 @dataclass(slots=True)
 class Gauge:
@@ -82,8 +76,11 @@ class Gauge:
 
     def finished(self, tokens: int, version: int) -> None:
         """A trajectory of a group of ``version`` has ended."""
-        if version in self._lengths:
-            self._lengths[version].add(tokens)
+        if (lengths := self._lengths.get(version)) is not None:
+            lengths.count += 1
+            lengths.total += tokens
+            lengths.squares += tokens * tokens
+            lengths.longest = max(lengths.longest, tokens)
 
     def pace(self) -> Pace:
         return Pace(self.step_s, self.mean_tokens, self.grown_tokens, self.longest_tokens)

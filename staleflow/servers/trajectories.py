@@ -204,7 +204,7 @@ class TrajectoryServer(Book):
         names = self.ledger.take()
         if names:
             self.leased += names
-            self._write(("lease", tuple(names)))
+            self._record(("lease", tuple(names)), applied=True)
         return [self.groups[name] for name in names]
 
     def consume(self) -> tuple[list[Group], list[Trajectory]]:
@@ -213,7 +213,7 @@ class TrajectoryServer(Book):
         batch = self.ledger.consume(rank=self._progress)
         self.leased = list(batch.groups)
         running = self._forget(batch.aborted, REDUNDANT)
-        self._write(("consume", tuple(batch.groups), tuple(batch.aborted)))
+        self._record(("consume", tuple(batch.groups), tuple(batch.aborted)), applied=True)
         return [self.groups[name] for name in batch.groups if name not in before], running
 
     def work(self, trajectory: Trajectory) -> Work:
@@ -222,10 +222,8 @@ class TrajectoryServer(Book):
         work = name, trajectory.epoch, group.name, group.prompt_tokens, trajectory.spans
         if payloads is None:
             return Work(*work)
-        prompt = payloads.token_bytes(group.name)
-        if not trajectory.generated:
-            return Work(*work, prompt)
-        return Work(*work, prompt, payloads.token_bytes(name), payloads.logprob_bytes(name))
+        prompt, _ = payloads.bytes_of(group.name)
+        return Work(*work, prompt, *(payloads.bytes_of(name) if trajectory.generated else ()))
 
     def rows(self, groups: Iterable[Group]) -> list[Row]:
         """What the trainer needs of complete groups, on the server's own memory."""
@@ -233,15 +231,9 @@ class TrajectoryServer(Book):
         if payloads is None:
             raise ValueError("this server keeps no payload: give it one to train on")
         return [
-            Row(
-                member.name,
-                payloads.token_bytes(group.name),
-                payloads.token_bytes(member.name),
-                payloads.logprob_bytes(member.name),
-                member.spans,
-                member.reward or 0.0,
-            )
+            Row(member.name, prompt, *payloads.bytes_of(member.name), member.spans, member.reward or 0.0)
             for group in groups
+            for prompt, _ in (payloads.bytes_of(group.name),)
             for member in group.members
             if member.state == "complete"
         ]
@@ -271,14 +263,12 @@ class TrajectoryServer(Book):
         """Write down something that changes nothing here, for those who ask what happened."""
         self._journal.append(event)
 
-    def _record(self, event: Event, kept: tuple[str, Chunk] | None = None) -> None:
+    def _record(self, event: Event, kept: tuple[str, Chunk] | None = None, applied: bool = False) -> None:
         """Apply, then write: what cannot be applied is never written, and nothing outside has seen it yet."""
-        self._handlers[event[0]](*event[1:])
+        if not applied:
+            self._handlers[event[0]](*event[1:])
         if kept is not None and self.payloads is not None:
             self.payloads.add(*kept)
-        self._write(event, kept)
-
-    def _write(self, event: Event, kept: tuple[str, Chunk] | None = None) -> None:
         dropped: Sequence[str] = ()
         if self._dropped:
             dropped, self._dropped = self._dropped, []
@@ -288,8 +278,8 @@ class TrajectoryServer(Book):
 
     def _checked(self, trajectory: Trajectory, spans: Spans, chunk: Chunk | None) -> tuple[str, Chunk] | None:
         """What a report brings of payload, after everything that can be checked about it was."""
-        name, frontier = trajectory.name, self.ledger.frontier
-        if spans and spans[-1][0] > frontier:
+        name, ledger = trajectory.name, self.ledger
+        if spans and spans[-1][0] > ledger.version and spans[-1][0] > (frontier := ledger.frontier):
             raise BadReportError(
                 f"trajectory {name} has tokens of version {spans[-1][0]}, but the newest that can exist is {frontier}"
             )

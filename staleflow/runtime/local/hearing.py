@@ -167,7 +167,7 @@ class Hearing:
         self._failures = 0
         self.scored += 1
         if name in self._run.payloads:  # otherwise its group was given up
-            self._run.samples.scored(name, parts, self._run.payloads.token_bytes(name))
+            self._run.samples.scored(name, parts, self._run.payloads.bytes_of(name)[0])
         self._run.control.on_scored(name, reward)
 
     def reward_failed(self, name: str, why: str) -> None:

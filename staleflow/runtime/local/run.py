@@ -52,7 +52,7 @@ from staleflow.runtime.local.rescuing import Rescue
 from staleflow.runtime.local.saving import Saving
 from staleflow.runtime.local.scaling import Scaling, unused
 from staleflow.runtime.local.stillness import STALL_S
-from staleflow.runtime.local.supervisor import Supervisor
+from staleflow.runtime.local.supervisor import Supervisor, requests
 from staleflow.runtime.local.watching import Watching
 from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.runtime.watchdog import Watchdog
@@ -64,15 +64,15 @@ from staleflow.servers.made import rows_of
 from staleflow.servers.weights import claim, standby_of
 from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
 from staleflow.types import Evaluate, Trained
+from staleflow.workers.rollout import BEAT_S
 
 __all__ = ["LocalRun", "RunError"]
 
 START_S = 300.0
 ADOPTED_S = 10.0
 """An instance of an earlier control plane that has not answered after this time is replaced."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-CYCLE_S = 0.05
-"""Decisions are made at most this often: steps of a laptop run take a fraction of a second."""
+CYCLE_S = BEAT_S
+"""Between two decisions: the event loop is woken up this often (``patience``), and all that has come is decided on."""
 
 
 class Interrupted(RunError):  # noqa: N818  # an event, not a mistake
@@ -118,6 +118,8 @@ class LocalRun:
         self.training = False
         self.started = False
         """Whether every process is ready."""
+        self.doing = "starts its processes"
+        """What it does when it does not train."""
         self.in_place = False
         """Whether this continues with processes of a control plane that died."""
         self._began = self._cpu_began = 0.0
@@ -141,7 +143,8 @@ class LocalRun:
         store = self.directory.store
         with claim(store, standby_of(store), keep=opened.standby):
             self._open(opened)
-            for each in SIGNALS:
+            requested = requests()
+            for each in requested:
                 self.loop.add_signal_handler(each, self._signalled, each)
             beside = [
                 self._beside(self.watching.show_forever(), "view"),
@@ -161,7 +164,7 @@ class LocalRun:
                     task.cancel()
                 self.scaling.close()
                 await self._close()
-                for each in SIGNALS:
+                for each in requested:
                     self.loop.remove_signal_handler(each)
                 if self._supervisor is not None:
                     self._supervisor.leave()
@@ -174,11 +177,15 @@ class LocalRun:
         limit_s = None if self.in_place else START_S  # a trainer at work comes when it has finished
         await self.crew.within(self._start(), "start of all processes", limit_s)
         self.started = True
+        self.doing = "makes steps again"
         self.crew.optional.add("evaluator")
         await self._make_again()
         if not self.in_place or not self.server.ledger.version:
             await self._evaluate()
+        else:
+            self._ask_if_due(self.server.ledger.version)  # the evaluator may have died with who asked it
         await self._train()
+        self.doing = "saves the last checkpoint"
         await self.rescue.save_last()
         await self._evaluate()
 
@@ -280,14 +287,15 @@ class LocalRun:
     def _control(self) -> ControlPlane:
         config = self.config
         cut = was_cut(self.task, config.rollout.stop_strings)
-        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes, cut)
+        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.bytes_of, cut)
+        names, version = config.reward.names, self.server.ledger.version
         self.samples = Samples(
-            self.directory.samples, self.task, config.samples, config.reward.names, cut, self.incidents.note
+            self.directory.samples, self.task, config.samples, names, cut, self.incidents.note, version
         )
         settings = Settings(
             config.strategies,
             self._cost,
-            cycle_s=CYCLE_S,
+            cycle_s=0.0,  # the event loop is patient
             stall_s=STALL_S,
             reward_timeout_s=2 * config.reward.timeout_s + 60 + config.reward.patience_s,
             reward_tries=config.reward.tries,
@@ -304,6 +312,7 @@ class LocalRun:
 
     async def _start(self) -> None:
         await self.crew.listen()
+        self.crew.returns_within(self.record.trainer_busy_s / max(1, self.record.version))
         self.start_trainer()
         for name in self.scaling.begin(self.crew.orphans):
             self.start_instance(name)
@@ -454,9 +463,7 @@ class LocalRun:
             self._log_step(report, groups)
         let_go(groups)
         self.show(self)
-        every = self.config.evaluation.every
-        if every and version % every == 0 and version < self.config.steps:
-            self.evaluations.ask(version, now=self.config.evaluation.when == "during")
+        self._ask_if_due(version)
         now = self.loop.time()
         kept = self.server.made_bytes
         if version < self.config.steps and not self.rescue.begun and self.saving.due(version, now, kept > KEPT_BYTES):
@@ -483,8 +490,14 @@ class LocalRun:
         """Of the version that is there now; whatever the evaluator was asked before is answered first."""
         version = self.server.ledger.version
         if not self.interrupted and not any(each[0] == version for each in self.record.accuracy):
+            self.doing = f"evaluates version {version} on {len(self.task.held_out)} held-out problems"
             self.evaluations.ask(version)
             await self.crew.within(self.evaluations.settled(version), "evaluation")
+
+    def _ask_if_due(self, version: int) -> None:
+        every, known = self.config.evaluation.every, any(each[0] == version for each in self.record.accuracy)
+        if every and version % every == 0 and version < self.config.steps and not known:
+            self.evaluations.ask(version, now=self.config.evaluation.when == "during")
 
     def _send_evaluate(self, now: bool) -> None:
         child = self.crew.children["evaluator"]
