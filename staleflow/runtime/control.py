@@ -185,8 +185,6 @@ class ControlPlane:
         it is known which version the trainer holds, and that it does nothing. One that may still finish what it was
         told before is fed from ``on_trainer_back`` on: a reset would come too late for it."""
         self._feed.away = True  # until everything is known
-        if trainer_there and self._feed.settle(again=True):
-            self._committed()
         for report in reports:
             self.on_report(report)
         here = {name for member in self.members.values() for name in member.residents}

@@ -13,7 +13,7 @@ RECENT = 60
 
 
 def status_of(run: LocalRun) -> Status:
-    record, ledger, seconds = run.record, run.server.ledger, run.seconds
+    record, ledger, seconds = run.record, run.server.ledger, run.time.seconds
     counts = ledger.counts()
     ages = record.token_staleness
     trained = max(1, sum(ages.values()))
@@ -34,7 +34,7 @@ def status_of(run: LocalRun) -> Status:
         trained_tokens_per_s=record.tokens_trained / seconds if seconds else 0.0,
         trainer_idle=record.trainer_idle_s / seconds if seconds else 0.0,
         trainer_doing=f"updating to version {ledger.frontier}" if ledger.frontier > ledger.version else "accumulating",
-        control_overhead=run.control_share,
+        control_overhead=run.time.control_share,
         groups_ready=counts["complete"],
         groups_in_flight=counts["live"] - counts["complete"] - counts["leased"],
         instances=tuple(_instance(run, name) for name in run.instances),
@@ -61,5 +61,5 @@ def _instance(run: LocalRun, name: str) -> InstanceStatus:
         alive=member is not None and member.alive,
         pulling=member is not None and member.pulling is not None,
         leaving=member is not None and member.leaving,
-        tokens_per_s=port.tokens / run.seconds if run.seconds else 0.0,
+        tokens_per_s=port.tokens / run.time.seconds if run.time.seconds else 0.0,
     )
