@@ -99,6 +99,7 @@ class ControlPlane:
     async def run(self, steps: int) -> None:
         """Train until ``steps`` versions have been made."""
         self._steps = steps
+        self.watch.gauge.begin(self._now(), self.ledger.version)
         if self.ledger.version >= steps:
             self._end()
             return
