@@ -51,7 +51,7 @@ from staleflow.types import (
 from staleflow.workers.link import Gone, Link
 from staleflow.workers.meter import Meter
 
-BEAT_S = 0.05
+BEAT_S = 0.06
 """A busy instance reports at most once between two beats, the multiples of this time by the machine's clock: what
 finishes meanwhile is reported together, and all instances report at about the same time."""
 STREAM_S = 2.0
