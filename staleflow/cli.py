@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from staleflow import __version__, caller
-from staleflow.commands import clean, compare, plan, profile, samples, scale, simulate, train
+from staleflow.commands import clean, compare, doctor, plan, profile, runs, samples, scale, simulate, train
 from staleflow.commands.common import refuse
 from staleflow.config.text import one_line
 from staleflow.errors import RunError, StaleFlowError
@@ -26,7 +26,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="staleflow", description="RL post-training under a strict staleness bound.")
     parser.add_argument("--version", action="version", version=f"staleflow {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (train, samples, scale, simulate, compare, plan, profile, clean):
+    for command in (train, runs, samples, scale, simulate, compare, plan, profile, doctor, clean):
         command.add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
     if unknown := [each for each in rest if each.startswith("-") or "words" not in options]:

@@ -57,14 +57,17 @@ class Registry(Generic[AnEntry]):
         takes: Sequence[str],
         arguments: str | None = None,
         own: str = "module:function",
+        foreign: Mapping[str, str] | None = None,
     ) -> None:
         """``takes``: the positional arguments of every function. ``arguments``: the setting with further arguments for
-        the user's own; None: ``..._arguments``. ``own``: how the user's own is written."""
+        the user's own; None: ``..._arguments``. ``own``: how the user's own is written. ``foreign``: parameters that
+        only functions for another library have, each with what to say of it."""
         self.setting = setting
         self.arguments = arguments or f"{setting.rpartition('.')[2]}_arguments"
         self.entries = dict(entries)
         self.takes = tuple(takes)
         self.own = own
+        self.foreign = dict(foreign or {})
         self._kind = type(next(iter(self.entries.values())))
         self._loaded: dict[str, Callable[..., Any]] = {}
 
@@ -133,23 +136,26 @@ class Registry(Generic[AnEntry]):
         """Refuse what cannot be used: a package that is missing, a function that cannot be imported or called."""
         key = self.key(name)
         if key is None:
-            self._check_call(name, self.load(name), arguments)
+            self.check_call(name, self.load(name), arguments)
         elif (needs := self.entries[key].needs) is not None and not _installed(needs):
             package = needs.replace("_", "-")
             raise ConfigError(f"{self.setting}={name} needs the package {package}: pip install {package}")
 
-    def _check_call(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    def check_call(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        """Refuse a function that cannot be called as it will be, or that is written for another library."""
         try:
             signature = inspect.signature(function)
         except ValueError:  # some of those written in C have none
             return
+        wanted = ", ".join((*self.takes, *arguments))
+        short = name.rpartition(":")[2]
+        fix = f"write def __init__(self, {wanted})" if inspect.isclass(function) else f"write def {short}({wanted})"
+        for parameter in self.foreign.keys() & signature.parameters.keys():
+            raise ConfigError(f"{self.setting}={name} takes {parameter}, {self.foreign[parameter]}: {fix}")
         try:
             signature.bind(*self.takes, **arguments)
         except TypeError as error:
-            wanted = ", ".join((*self.takes, *arguments))
-            short = name.rpartition(":")[2]
-            fix = f"def __init__(self, {wanted})" if inspect.isclass(function) else f"def {short}({wanted})"
-            raise ConfigError(f"{self.setting}={name} cannot be called as it will be ({error}): write {fix}") from None
+            raise ConfigError(f"{self.setting}={name} cannot be called as it will be ({error}): {fix}") from None
 
     def _import(self, target: str, name: str) -> Callable[..., Any]:
         module, _, path = target.partition(":")

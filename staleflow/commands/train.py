@@ -26,12 +26,10 @@ from staleflow.reward.function import BAD_REWARD
 from staleflow.reward.options import Reward
 from staleflow.run.checkpoints import Choice, newest
 from staleflow.run.directory import RunDirectory
+from staleflow.run.processes import processes
 from staleflow.run.resuming import prepared, resumable
-from staleflow.runtime.local.supervisor import Supervisor, supervised
+from staleflow.runtime.local.supervisor import INTERRUPTED, Supervisor, supervised
 from staleflow.tasks.task import Problem
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells expect it."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -60,7 +58,7 @@ def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) 
         directory, config = _resumed(Path(options.resume), wanted.source, wanted.words)
     else:
         directory, config = None, wanted.config()
-    if before is None:  # otherwise it fits: its processes are there
+    if directory is None or not any(processes(directory.path)):  # otherwise it fits: its processes are there
         machine = this_machine()
         config, note = settled(config, machine)
         if options.dry_run:  # also of what does not fit, which is then refused

@@ -1,6 +1,7 @@
-"""Models on the Hugging Face hub, as folders of its cache on this machine.
+"""Models on the Hugging Face hub, as folders of its cache on this machine; and whether there is a hub.
 
 folder = hub_folder("Qwen/Qwen2.5-0.5B-Instruct")       # downloaded now if it is not in the cache
+why_away("openai/gsm8k")                                # None: the hub answers
 """
 
 from functools import lru_cache
@@ -11,6 +12,9 @@ from staleflow.errors import ConfigError, line_of
 
 SMALL = ["*.json", "*.jinja", "*.txt", "*.model"]
 """Configuration, tokenizer, chat template."""
+
+ANSWER_S = 10.0
+"""A hub that does not answer for as long cannot be reached."""
 
 
 @lru_cache(8)
@@ -32,6 +36,20 @@ def hub_folder(name: str, weights: bool = True) -> Path:
             f"model={name} is not a folder here, not in the cache, and cannot be loaded from the Hugging Face hub "
             f"({line_of(error)}): correct the name, or download it where there is a network with: hf download {name}"
         ) from None
+
+
+def why_away(data: str) -> str | None:
+    """Why the hub cannot be asked for this data set: asked once, where its libraries try for half a minute."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().dataset_info(data, timeout=ANSWER_S)
+    except HfHubHTTPError:  # it has answered; what is wrong is said by who wants the data
+        return None
+    except Exception as error:  # the library has many kinds
+        return line_of(error)
+    return None
 
 
 def _whole(folder: Path, weights: bool) -> Path:

@@ -50,7 +50,7 @@ from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.local.rescuing import Rescue
 from staleflow.runtime.local.saving import Saving
 from staleflow.runtime.local.scaling import Scaling, unused
-from staleflow.runtime.local.supervisor import Supervisor
+from staleflow.runtime.local.supervisor import Supervisor, requests
 from staleflow.runtime.local.time_spent import TimeSpent
 from staleflow.runtime.local.watching import STALL_S, Watching
 from staleflow.runtime.outbox import HeldTrainer, Outbox
@@ -70,7 +70,6 @@ __all__ = ["LocalRun", "RunError"]
 START_S = 300.0
 ADOPTED_S = 10.0
 """An instance of an earlier control plane that has not answered after this time is replaced."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CYCLE_S = BEAT_S
 """Between two decisions: the event loop is woken up this often (``patience``), and all that has come is decided on."""
 
@@ -136,7 +135,8 @@ class LocalRun:
         store = self.directory.store
         with claim(store, standby_of(store), keep=opened.standby):
             self._open(opened)
-            for each in SIGNALS:
+            requested = requests()
+            for each in requested:
                 self.loop.add_signal_handler(each, self._signalled, each)
             beside = [
                 self._beside(self.watching.show_forever(), "view"),
@@ -156,7 +156,7 @@ class LocalRun:
                     task.cancel()
                 self.scaling.close()
                 await self._close()
-                for each in SIGNALS:
+                for each in requested:
                     self.loop.remove_signal_handler(each)
                 if self._supervisor is not None:
                     self._supervisor.leave()
@@ -173,6 +173,8 @@ class LocalRun:
         await self._make_again()
         if not self.in_place or not self.server.ledger.version:
             await self._evaluate()
+        else:
+            self._ask_if_due(self.server.ledger.version)  # the evaluator may have died with who asked it
         await self._train()
         await self.rescue.save_last()
         await self._evaluate()
@@ -276,8 +278,9 @@ class LocalRun:
         config = self.config
         cut = was_cut(self.task, config.rollout.stop_strings)
         port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.bytes_of, cut)
+        names, version = config.reward.names, self.server.ledger.version
         self.samples = Samples(
-            self.directory.samples, self.task, config.samples, config.reward.names, cut, self.incidents.note
+            self.directory.samples, self.task, config.samples, names, cut, self.incidents.note, version
         )
         settings = Settings(
             config.strategies,
@@ -299,6 +302,7 @@ class LocalRun:
 
     async def _start(self) -> None:
         await self.crew.listen()
+        self.crew.returns_within(self.record.trainer_busy_s / max(1, self.record.version))
         self.start_trainer()
         for name in self.scaling.begin(self.crew.orphans):
             self.start_instance(name)
@@ -393,9 +397,7 @@ class LocalRun:
             self._log_step(report, groups)
         let_go(groups)
         self.show(self)
-        every = self.config.evaluation.every
-        if every and version % every == 0 and version < self.config.steps:
-            self.evaluations.ask(version, now=self.config.evaluation.when == "during")
+        self._ask_if_due(version)
         now = self.loop.time()
         kept = self.server.made_bytes
         if version < self.config.steps and not self.rescue.begun and self.saving.due(version, now, kept > KEPT_BYTES):
@@ -423,6 +425,11 @@ class LocalRun:
         if not self.interrupted and not any(each[0] == version for each in self.record.accuracy):
             self.evaluations.ask(version)
             await self.crew.within(self.evaluations.settled(version), "evaluation")
+
+    def _ask_if_due(self, version: int) -> None:
+        every, known = self.config.evaluation.every, any(each[0] == version for each in self.record.accuracy)
+        if every and version % every == 0 and version < self.config.steps and not known:
+            self.evaluations.ask(version, now=self.config.evaluation.when == "during")
 
     def _send_evaluate(self, now: bool) -> None:
         child = self.crew.children["evaluator"]
