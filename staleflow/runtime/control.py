@@ -326,11 +326,13 @@ class ControlPlane:
         submitted: dict[str, list[Trajectory]] = {}
         interrupted: dict[str, list[Trajectory]] = {}
         for command in commands:
+            if isinstance(command, Route):
+                name, _, instance, version = command
+                self.watch.routed += 1
+                if placed := self.server.place(name, instance, version):
+                    submitted.setdefault(instance, []).append(placed)
+                continue
             match command:
-                case Route(name, _, instance, version):
-                    self.watch.routed += 1
-                    if placed := self.server.place(name, instance, version):
-                        submitted.setdefault(instance, []).append(placed)
                 case Interrupt(name, instance, _) | Truncate(name, instance):
                     if self.server.interrupt(name):
                         interrupted.setdefault(instance, []).append(self.server.trajectories[name])

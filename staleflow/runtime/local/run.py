@@ -62,7 +62,7 @@ from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.made import rows_of
 from staleflow.servers.weights import claim, standby_of
 from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
-from staleflow.types import Evaluate, Trained
+from staleflow.types import Evaluate
 from staleflow.workers.rollout import BEAT_S
 
 __all__ = ["LocalRun", "RunError"]
@@ -394,7 +394,12 @@ class LocalRun:
     def _committed(self, step: int, groups: list[Group]) -> None:
         version = step + 1
         if (report := self.kept.committed(step, self.time.seconds)) is not None:
-            self._log_step(report, groups)
+            facts = self.samples.committed(step, groups)
+            self.steps.add(report, groups, self.record.seconds, self.time.instance_busy_s, facts)
+            self.signals.add(facts.get("cut"), report.facts.get("groups_without_signal", 0) / max(1, len(groups)))
+            for warning in self.signals.warnings():
+                self.incidents.note(warning)
+            self.watching.disk()
         let_go(groups)
         self.show(self)
         self._ask_if_due(version)
@@ -408,14 +413,6 @@ class LocalRun:
     def _aborted(self, trajectory: Trajectory, reason: str) -> None:
         self.kept.aborted(trajectory, reason)
         self.samples.forget(trajectory.name)
-
-    def _log_step(self, report: Trained, groups: list[Group]) -> None:
-        facts = self.samples.committed(report.step, groups)
-        self.steps.add(report, groups, self.record.seconds, self.time.instance_busy_s, facts)
-        self.signals.add(facts.get("cut"), report.facts.get("groups_without_signal", 0) / max(1, len(groups)))
-        for warning in self.signals.warnings():
-            self.incidents.note(warning)
-        self.watching.disk()
 
     # Evaluation and checkpoints
 
