@@ -81,7 +81,7 @@ class RunDirectory:
         run = cls(path.resolve())
         if not run.config_file.is_file():
             raise ConfigError(
-                f"{path} is not a run directory: give a folder that has a config.yaml, such as runs/latest"
+                f"{path} is not a run directory: give one that has a config.yaml, such as runs/latest"
             )
         return run, load(str(run.config_file), [])
 
