@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from staleflow.errors import ConfigError, line_of
 
@@ -50,6 +50,8 @@ def entries_of(module: str, *names: str) -> dict[str, Entry]:
 
 
 class Registry(Generic[AnEntry]):
+    all: ClassVar[list["Registry[Any]"]] = []
+
     def __init__(
         self,
         setting: str,
@@ -70,6 +72,7 @@ class Registry(Generic[AnEntry]):
         self.foreign = dict(foreign or {})
         self._kind = type(next(iter(self.entries.values())))
         self._loaded: dict[str, Callable[..., Any]] = {}
+        Registry.all.append(self)
 
     def key(self, name: str) -> str | None:
         """The built-in that a value names; None: it is the user's own, or unknown."""
@@ -85,7 +88,10 @@ class Registry(Generic[AnEntry]):
             return None
         plain = [key for key in self.entries if not key.startswith(".") and not key.endswith((":", "/"))]
         near = difflib.get_close_matches(name, plain, n=1, cutoff=0.7)
-        return f": write {near[0]}" if near else f": write one of {self.choices}"
+        section = self.setting.rpartition(".")[0]
+        beside = [each.setting for each in Registry.all if name in each.entries and each.setting.startswith(section)]
+        meant = f" ({name} is for {beside[0]})" if beside else ""
+        return f": write {near[0]}" if near and not meant else f": write one of {self.choices}{meant}"
 
     @property
     def choices(self) -> str:

@@ -117,6 +117,8 @@ class LocalRun:
         self.training = False
         self.started = False
         """Whether every process is ready."""
+        self.doing = "starts its processes"
+        """What it does when it does not train."""
         self.in_place = False
         """Whether this continues with processes of a control plane that died."""
         self._supervisor = supervisor
@@ -169,6 +171,7 @@ class LocalRun:
         limit_s = None if self.in_place else START_S  # a trainer at work comes when it has finished
         await self.crew.within(self._start(), "start of all processes", limit_s)
         self.started = True
+        self.doing = "makes steps again"
         self.crew.optional.add("evaluator")
         await self._make_again()
         if not self.in_place or not self.server.ledger.version:
@@ -176,6 +179,7 @@ class LocalRun:
         else:
             self._ask_if_due(self.server.ledger.version)  # the evaluator may have died with who asked it
         await self._train()
+        self.doing = "saves the last checkpoint"
         await self.rescue.save_last()
         await self._evaluate()
 
@@ -420,6 +424,7 @@ class LocalRun:
         """Of the version that is there now; whatever the evaluator was asked before is answered first."""
         version = self.server.ledger.version
         if not self.interrupted and not any(each[0] == version for each in self.record.accuracy):
+            self.doing = f"evaluates version {version} on {len(self.task.held_out)} held-out problems"
             self.evaluations.ask(version)
             await self.crew.within(self.evaluations.settled(version), "evaluation")
 
