@@ -85,6 +85,11 @@ class Member:
             self.residents.pop(each.name, None)
         self.forget([(each.name, each.epoch) for each in trajectories])
 
+    def left(self, name: str, epoch: int) -> None:
+        """A trajectory is not there any more; unless it was sent there again since."""
+        if (trajectory := self.residents.get(name)) is not None and trajectory.epoch == epoch:
+            del self.residents[name]
+
     def pull(self, version: int) -> None:
         self.pulling = version
         self.port.send(PullWeights(self._next(), version))
