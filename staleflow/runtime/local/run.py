@@ -63,14 +63,14 @@ from staleflow.servers.made import rows_of
 from staleflow.servers.weights import claim, standby_of
 from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
 from staleflow.types import Evaluate
-from staleflow.workers.rollout import BEAT_S
+from staleflow.workers.rollout import TICK_S
 
 __all__ = ["LocalRun", "RunError"]
 
 START_S = 300.0
 ADOPTED_S = 10.0
 """An instance of an earlier control plane that has not answered after this time is replaced."""
-CYCLE_S = BEAT_S
+CYCLE_S = TICK_S
 """Between two decisions: the event loop is woken up this often (``patience``), and all that has come is decided on."""
 
 
@@ -141,8 +141,8 @@ class LocalRun:
             for each in requested:
                 self.loop.add_signal_handler(each, self._signalled, each)
             beside = [
-                self._beside(self.watching.show_forever(), "view"),
-                self._beside(self.watching.forever(), "watch"),
+                self._beside(self.watching.keep_showing(), "view"),
+                self._beside(self.watching.keep_watching(), "watch"),
             ]
             if self._supervisor is not None:
                 self._supervisor.tell(self.directory.path)
@@ -184,7 +184,7 @@ class LocalRun:
         await self._evaluate()
 
     def _beside(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Something that runs as long as the run does; if it cannot, that is a mistake of ours, and ends it."""
+        """Something that runs as long as the run does; if it cannot, that is a bug, and ends it."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -435,7 +435,7 @@ class LocalRun:
 
     def _send_evaluate(self, now: bool) -> None:
         child = self.crew.children["evaluator"]
-        if child.ready.is_set():  # the one that takes its place is asked when it is
+        if child.ready.is_set():  # another one is asked when it is ready
             self.watchdog.asked("evaluator", "evaluate", "evaluation", self.loop.time())
             child.send(Evaluate(now))
 
@@ -459,7 +459,7 @@ class LocalRun:
 
 
 def _add(error: Exception, what: str) -> None:
-    """To its message, or below its traceback if it is a mistake of ours."""
+    """To its message, or below its traceback if it is a bug."""
     if isinstance(error, StaleFlowError):
         error.args = (f"{error}; {what}",)
     else:
