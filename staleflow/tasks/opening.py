@@ -70,7 +70,7 @@ class TaskSet:
                 why.append(long)
             if self.prompts.empty:
                 why.append(f"{self.prompts.empty:,} empty")
-        out = f"; {self.left_out:,} are left out: {', '.join(why)}" if why else ""
+        out = f"; left out: {', '.join(why)}" if why else ""
         return f"{size} to train on, {len(self.held_out):,} held out{out}"
 
     def facts(self) -> dict[str, int | None]:

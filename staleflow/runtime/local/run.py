@@ -118,8 +118,8 @@ class LocalRun:
         self.training = False
         self.started = False
         """Whether every process is ready."""
-        self.doing = "starts its processes"
-        """What it does when it does not train."""
+        self.doing = ""
+        """What it does when it has started and does not train."""
         self.in_place = False
         """Whether this continues with processes of a control plane that died."""
         self._began = self._cpu_began = 0.0
@@ -177,7 +177,6 @@ class LocalRun:
         limit_s = None if self.in_place else START_S  # a trainer at work comes when it has finished
         await self.crew.within(self._start(), "start of all processes", limit_s)
         self.started = True
-        self.doing = "makes steps again"
         self.crew.optional.add("evaluator")
         await self._make_again()
         if not self.in_place or not self.server.ledger.version:
@@ -433,6 +432,7 @@ class LocalRun:
         while (step := self.trainer.version) < self.server.ledger.version:
             if self.interrupted:
                 raise Interrupted(f"stopped by {self.stopped_by} while steps were made again: nothing is lost")
+            self.doing = f"makes step {step} again"
             if (made := self.server.made.get(step)) is None:
                 raise RunError(f"the trainer is at version {step}, and the journal does not have this step: resume")
             self.trainer.news.clear()

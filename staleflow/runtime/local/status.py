@@ -56,8 +56,10 @@ def _trainer(run: LocalRun) -> str:
 
 
 def _doing(run: LocalRun) -> str:
+    if run.started:
+        return run.doing
     waits = [name for name, child in run.crew.children.items() if not child.ready.is_set()]
-    return run.doing if run.started or not waits else f"{run.doing}: waits for {', '.join(waits)}"
+    return f"starts its processes: waits for {', '.join(waits)}" if waits else ""
 
 
 def _instance(run: LocalRun, name: str) -> InstanceStatus:
