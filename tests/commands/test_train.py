@@ -33,7 +33,7 @@ def refused(capsys: pytest.CaptureFixture[str], runs: Path, *words: str) -> str:
         (["reward.function=tests.runtime.local.rewards:not_a_number"], "the reward is nan: return a finite number"),
         (["reward.function=tests.runtime.local.rewards:text"], "the reward is '1.0', a str: return a number"),
         (["reward.function=no_such_module:reward"], "no_such_module"),
-        (["--resume", "/nowhere"], "is no run"),
+        (["--resume", "/nowhere"], "is not a run directory"),
     ],
 )
 def test_bad_input_is_refused_before_anything_heavy_is_loaded(
