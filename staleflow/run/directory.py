@@ -80,7 +80,7 @@ class RunDirectory:
             path = Path(Config().runs) / path
         run = cls(path.resolve())
         if not run.config_file.is_file():
-            raise ConfigError(f"{path} is not a run directory: give one that has a config.yaml, such as runs/latest")
+            raise ConfigError(f"{path} is not a run directory: give one with a config.yaml, such as runs/latest")
         return run, load(str(run.config_file), [])
 
     def journal(self, number: int = 1) -> Path:

@@ -117,8 +117,8 @@ class LocalRun:
         self.training = False
         self.started = False
         """Whether every process is ready."""
-        self.doing = "starts its processes"
-        """What it does when it does not train."""
+        self.doing = ""
+        """What it does when it has started and does not train."""
         self.in_place = False
         """Whether this continues with processes of a control plane that died."""
         self._supervisor = supervisor
@@ -171,7 +171,6 @@ class LocalRun:
         limit_s = None if self.in_place else START_S  # a trainer at work comes when it has finished
         await self.crew.within(self._start(), "start of all processes", limit_s)
         self.started = True
-        self.doing = "makes steps again"
         self.crew.optional.add("evaluator")
         await self._make_again()
         if not self.in_place or not self.server.ledger.version:
@@ -179,9 +178,14 @@ class LocalRun:
         else:
             self._ask_if_due(self.server.ledger.version)  # the evaluator may have died with who asked it
         await self._train()
-        self.doing = "saves the last checkpoint"
+        self._now("saves the last checkpoint")
         await self.rescue.save_last()
         await self._evaluate()
+
+    def _now(self, doing: str) -> None:
+        """What it does now, shown at once."""
+        self.doing = doing
+        self.show(self)
 
     def _beside(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Something that runs as long as the run does; if it cannot, that is a bug, and ends it."""
@@ -371,6 +375,7 @@ class LocalRun:
         while (step := self.trainer.version) < self.server.ledger.version:
             if self.interrupted:
                 raise Interrupted(f"stopped by {self.stopped_by} while steps were made again: nothing is lost")
+            self._now(f"makes step {step} again")
             if (made := self.server.made.get(step)) is None:
                 raise RunError(f"the trainer is at version {step}, and the journal does not have this step: resume")
             self.trainer.news.clear()
@@ -424,7 +429,7 @@ class LocalRun:
         """Of the version that is there now; whatever the evaluator was asked before is answered first."""
         version = self.server.ledger.version
         if not self.interrupted and not any(each[0] == version for each in self.record.accuracy):
-            self.doing = f"evaluates version {version} on {len(self.task.held_out)} held-out problems"
+            self._now(f"evaluates version {version} on {len(self.task.held_out)} held-out problems")
             self.evaluations.ask(version)
             await self.crew.within(self.evaluations.settled(version), "evaluation")
 
