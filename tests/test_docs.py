@@ -48,6 +48,13 @@ def test_settings_that_are_named_exist(page: Path) -> None:
     assert {each for each in named if not each.endswith((".md", ".py", ".svg"))} <= known
 
 
+def test_every_setting_is_on_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import write_settings  # pyright: ignore[reportMissingImports]
+
+    assert write_settings.TARGET.read_text() == write_settings.page(), "run python scripts/write_settings.py"
+
+
 def test_the_front_page_shows_measured_results() -> None:
     assert len(MEASURED) >= 8
 

@@ -99,6 +99,7 @@ class ControlPlane:
     async def run(self, steps: int) -> None:
         """Train until ``steps`` versions have been made."""
         self._steps = steps
+        self.watch.gauge.begin(self._now(), self.ledger.version)
         if self.ledger.version >= steps:
             self._end()
             return
@@ -185,8 +186,6 @@ class ControlPlane:
         it is known which version the trainer holds, and that it does nothing. One that may still finish what it was
         told before is fed from ``on_trainer_back`` on: a reset would come too late for it."""
         self._feed.away = True  # until everything is known
-        if trainer_there and self._feed.settle(again=True):
-            self._committed()
         for report in reports:
             self.on_report(report)
         here = {name for member in self.members.values() for name in member.residents}
@@ -327,11 +326,13 @@ class ControlPlane:
         submitted: dict[str, list[Trajectory]] = {}
         interrupted: dict[str, list[Trajectory]] = {}
         for command in commands:
+            if isinstance(command, Route):
+                name, _, instance, version = command
+                self.watch.routed += 1
+                if placed := self.server.place(name, instance, version):
+                    submitted.setdefault(instance, []).append(placed)
+                continue
             match command:
-                case Route(name, _, instance, version):
-                    self.watch.routed += 1
-                    if placed := self.server.place(name, instance, version):
-                        submitted.setdefault(instance, []).append(placed)
                 case Interrupt(name, instance, _) | Truncate(name, instance):
                     if self.server.interrupt(name):
                         interrupted.setdefault(instance, []).append(self.server.trajectories[name])

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from staleflow.errors import ConfigError, line_of
+from staleflow.errors import ConfigError
 
 SMALL = ["*.json", "*.jinja", "*.txt", "*.model"]
 """Configuration, tokenizer, chat template."""
@@ -34,7 +34,7 @@ def hub_folder(name: str, weights: bool = True) -> Path:
     except Exception as error:  # the library has many kinds
         raise ConfigError(
             f"model={name} is not a folder here, not in the cache, and cannot be loaded from the Hugging Face hub "
-            f"({line_of(error)}): correct the name, or download it where there is a network with: hf download {name}"
+            f"({_first_line(error)}): correct the name, or download it where there is a network: hf download {name}"
         ) from None
 
 
@@ -48,8 +48,13 @@ def why_away(data: str) -> str | None:
     except HfHubHTTPError:  # it has answered; what is wrong is said by who wants the data
         return None
     except Exception as error:  # the library has many kinds
-        return line_of(error)
+        return _first_line(error)
     return None
+
+
+def _first_line(error: Exception) -> str:
+    """What the library goes on to explain is not about this program."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _whole(folder: Path, weights: bool) -> Path:

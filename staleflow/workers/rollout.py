@@ -51,7 +51,7 @@ from staleflow.types import (
 from staleflow.workers.link import Gone, Link
 from staleflow.workers.meter import Meter
 
-BEAT_S = 0.05
+BEAT_S = 0.06
 """A busy instance reports at most once between two beats, the multiples of this time by the machine's clock: what
 finishes meanwhile is reported together, and all instances report at about the same time."""
 STREAM_S = 2.0
@@ -134,19 +134,16 @@ class RolloutWorker:
             self.applied = command.fence
             match command:
                 case Submit(work=work):
-                    self._submit(work)
+                    self._abort([each.trajectory for each in work if each.trajectory in self._held])
+                    for each in work:
+                        self._held[each.trajectory] = _Held(each.epoch, token_count(each.spans))
+                    self.engine.submit([self._request_of(each) for each in work])
                 case Return(names=names):
                     self.engine.interrupt([name for name, epoch in names if self._holds(name, epoch)])
                 case Drop(names=names):
                     self._abort([name for name, epoch in names if self._holds(name, epoch)])
                 case PullWeights(version=version):
                     self.pulling = version
-
-    def _submit(self, work: list[Work]) -> None:
-        self._abort([each.trajectory for each in work if each.trajectory in self._held])
-        for each in work:
-            self._held[each.trajectory] = _Held(each.epoch, token_count(each.spans))
-        self.engine.submit([self._request_of(each) for each in work])
 
     def _abort(self, names: list[str]) -> None:
         self.engine.abort(names)

@@ -58,8 +58,9 @@ print(len(seen), result.run.name.endswith("-notebook"), result.best.is_dir())"""
     )
     assert "data: 20 problems to train on, 1 held out" in trained
     assert trained.endswith("2 True True\n")
-    assert gone.startswith("TaskError: openai/no-such-data (split train) is not in the cache and cannot be loaded")
-    assert "\n" not in gone
+    *before, refusal = gone.splitlines()
+    assert refusal.startswith("TaskError: openai/no-such-data (split train) is not in the cache and cannot be loaded")
+    assert before == ["reads the data and tries the reward"], "nothing of what the hub's libraries try"
     assert "as TRL's rewards do" in foreign
 
 

@@ -13,7 +13,7 @@ RECENT = 60
 
 
 def status_of(run: LocalRun) -> Status:
-    record, ledger, seconds = run.record, run.server.ledger, run.seconds
+    record, ledger, seconds = run.record, run.server.ledger, run.time.seconds
     counts = ledger.counts()
     ages = record.token_staleness
     trained = max(1, sum(ages.values()))
@@ -35,7 +35,7 @@ def status_of(run: LocalRun) -> Status:
         trainer_idle=record.trainer_idle_s / seconds if seconds and record.rewards else None,
         trainer_doing=_trainer(run),
         doing="" if run.training else _doing(run),
-        control_overhead=run.control_share if record.rewards else None,
+        control_overhead=run.time.control_share if record.rewards else None,
         groups_ready=counts["complete"],
         groups_in_flight=counts["live"] - counts["complete"] - counts["leased"],
         instances=tuple(_instance(run, name) for name in run.instances),
@@ -76,5 +76,5 @@ def _instance(run: LocalRun, name: str) -> InstanceStatus:
         alive=member is not None and member.alive,
         pulling=member is not None and member.pulling is not None,
         leaving=member is not None and member.leaving,
-        tokens_per_s=port.tokens / run.seconds if run.seconds else 0.0,
+        tokens_per_s=port.tokens / run.time.seconds if run.time.seconds else 0.0,
     )
