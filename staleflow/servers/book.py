@@ -36,6 +36,8 @@ class Book:
         """By step: what it was made of."""
         self.on_aborted: Callable[[Trajectory, str], None] = lambda _trajectory, _reason: None
         """Called for every trajectory that ends without being trained, with the reason."""
+        self.on_committing: Callable[[int, list[Group]], None] = lambda _step, _groups: None
+        """Called before a step is committed, with its groups: what is written here is there for every step that is."""
         self.on_committed: Callable[[int, list[Group]], None] = lambda _step, groups: let_go(groups)
         """Called for every step that is committed, with its groups. Whoever listens calls ``let_go`` on them."""
         self._handlers: dict[str, Callable[..., None]] = {

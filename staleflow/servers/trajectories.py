@@ -243,6 +243,7 @@ class TrajectoryServer(Book):
 
     def commit(self, step: int) -> None:
         """The version that the step made is durable."""
+        self.on_committing(step, [self.groups[name] for name in self.leased])
         self._record(("commit", step))
         self._journal.may_snapshot(lambda: to_state(self) | {"beside": self.beside()})
 

@@ -247,6 +247,7 @@ class LocalRun:
         if (row := self.steps.rewind(self.server.ledger.version)) is not None and opened.standby:
             self.kept.recall(row)
         self.crew = self._crew(opened.standby)
+        self.server.on_committing = self._committing
         self.server.on_committed = self._committed
         self.server.on_aborted = self._aborted
         self.outbox = Outbox(self.journal)
@@ -400,15 +401,19 @@ class LocalRun:
             self.control.stop()
         self.evaluations.wait_no_more()
 
+    def _committing(self, step: int, groups: list[Group]) -> None:
+        if (report := self.kept.report_of(step)) is None:
+            return
+        facts = self.samples.committed(step, groups)
+        self.steps.add(report, groups, self.kept.reported_at, self.time.instance_busy_s, facts)
+        self.signals.add(facts.get("cut"), report.facts.get("groups_without_signal", 0) / max(1, len(groups)))
+        for warning in self.signals.warnings():
+            self.incidents.note(warning)
+        self.watching.disk()
+
     def _committed(self, step: int, groups: list[Group]) -> None:
         version = step + 1
-        if (report := self.kept.committed(step, self.time.seconds)) is not None:
-            facts = self.samples.committed(step, groups)
-            self.steps.add(report, groups, self.record.seconds, self.time.instance_busy_s, facts)
-            self.signals.add(facts.get("cut"), report.facts.get("groups_without_signal", 0) / max(1, len(groups)))
-            for warning in self.signals.warnings():
-                self.incidents.note(warning)
-            self.watching.disk()
+        self.kept.committed(step, self.time.seconds)
         let_go(groups)
         self.show(self)
         self._ask_if_due(version)
