@@ -40,13 +40,13 @@ class RemoteInstance:
 
     def hear(self, report: Report) -> None:
         self._heard = Heard(_now(), report.incarnation, report.applied, report.state)
-        self.tokens += report.costs.tokens
+        self.tokens += (made := report.costs.tokens)
         self.busy_s += report.costs.busy_s
         if report.held is not None:
             self._held = report.held
         news = [*report.finished, *report.returned, *report.progress]
         sent = sum([len(each.chunk.tokens) // 4 for each in news if each.chunk is not None])
-        self._unseen = max(0, self._unseen + report.costs.tokens - sent) if report.state.running else 0
+        self._unseen = max(0, self._unseen + made - sent) if report.state.running else 0
 
     def unseen(self) -> int:
         """Tokens that it has made and not sent, about: they are lost if it is dead."""
