@@ -153,14 +153,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     results.measure("run", lambda: {"date": time.strftime("%Y-%m-%d"), "device": device, "torch": torch.__version__})
     speed = results.measure("copy_gb_per_s", lambda: bandwidth(sizes) / 1e9) * 1e9
     cells = [(shape, n, context) for shape in sizes.shapes for n in sizes.running for context in sizes.contexts]
+    for way in WAYS:
+        results.measure(f"skewed {way}", lambda way=way: skewed(sizes, way))
     for shape, n, context in (*cells, *sizes.full):
         for way in WAYS:
             results.measure(
                 f"{shape} {n} x {context} {way}",
                 lambda cell=(shape, n, context, way): steady(sizes, *cell, speed),
             )
-    for way in WAYS:
-        results.measure(f"skewed {way}", lambda way=way: skewed(sizes, way))
     return results.found
 
 
