@@ -6,10 +6,10 @@
 
 *skewed*: Qwen2.5's 0.5 B shape (``--shape``) with random weights; 32 groups of 8, prompts of 128 tokens, responses of a
 lognormal length (mean 256, longest 4,096; ``bench/gpu/skewed.py``). *smollm*: SmolLM2-135M-Instruct on one-digit
-arithmetic, with a learning rate so small that the workload stays what it is. Two instances and the trainer are
-processes on one card, so what one computes the others wait for: the card's own sum of work limits all bounds, and
-asynchrony gains what would otherwise be spent waiting for long responses. The first quarter of the steps is left out,
-or bound + 1 of them. Bound 0 with whole batches is the synchronous loop.
+arithmetic, with a learning rate so small that the workload stays what it is. Instances (``--instances``) and the
+trainer are processes on one card, so what one computes the others wait for: the card's own sum of work limits all
+bounds, and asynchrony gains what would otherwise be spent waiting for long responses. The first quarter of the steps is
+left out, or bound + 1 of them. Bound 0 with whole batches is the synchronous loop.
 """
 
 import argparse
@@ -28,14 +28,13 @@ CELLS = [(0, "batch"), (2, "stream"), (1, "stream"), (3, "stream"), (2, "batch")
 """Bound and consumption; what matters most comes first."""
 STEPS = {"skewed": {0: 8, 1: 12, 2: 16, 3: 16}, "smollm": {0: 30, 1: 40, 2: 40, 3: 40}}
 ALWAYS = ["evaluation.every=0", "evaluation.problems=1", "checkpoints.best=false", "samples=0"]
-INSTANCES = 2
 
 
 def settings(workload: str, shape: str, folder: Path) -> list[str]:
     if workload == "smollm":
         return [*ALWAYS, "training.learning_rate=1e-9"]
-    kv = ["rollout.kv_tokens=262144", "training.learning_rate=1e-9"]
-    return [*ALWAYS, *kv, *skewed.words(shape, folder / shape, mean=256, longest=4096, prompt=128)]
+    sizes = ["rollout.kv_tokens=524288", "rollout.max_running=512", "training.learning_rate=1e-9"]
+    return [*ALWAYS, *sizes, *skewed.words(shape, folder / shape, mean=256, longest=4096, prompt=128)]
 
 
 def small(folder: Path) -> list[str]:
@@ -44,12 +43,23 @@ def small(folder: Path) -> list[str]:
     return [*ALWAYS, *sizes, *skewed.words("tiny", folder / "tiny", mean=8, longest=32, prompt=8)]
 
 
-def cell(runs: Path, name: str, words: list[str], bound: int, consume: str, steps: int) -> dict[str, Any]:
+def cell(
+    runs: Path, name: str, words: list[str], bound: int, consume: str, steps: int, instances: int
+) -> dict[str, Any]:
     with Sampled() as sampled:
         folder = train(
-            runs, name, "one-gpu", [*words, f"staleness={bound}", f"strategies.consume={consume}", f"steps={steps}"]
+            runs,
+            name,
+            "one-gpu",
+            [
+                *words,
+                f"staleness={bound}",
+                f"strategies.consume={consume}",
+                f"steps={steps}",
+                f"rollout.instances={instances}",
+            ],
         )
-    return {"steps": steps, **observed(folder, bound, INSTANCES), "card_busy": sampled.percent}
+    return {"steps": steps, **observed(folder, bound, instances), "card_busy": sampled.percent}
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -58,19 +68,21 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir()) / "staleflow-system")
     parser.add_argument("--workload", choices=[*STEPS], default="skewed")
     parser.add_argument("--shape", default="qwen-0.5b")
+    parser.add_argument("--instances", type=int, default=1)
     parser.add_argument("--limit", type=float, default=420, help="seconds after which no run is started")
     parser.add_argument("--smoke", action="store_true", help="a short run of a tiny model on the CPU")
     given = parser.parse_args(arguments)
     results = Results(given.output, given.limit)
     results.head()
-    kind = f"skewed {given.shape}" if given.workload == "skewed" else given.workload
-    kind = "smoke" if given.smoke else kind
+    kind = "smoke" if given.smoke else f"skewed {given.shape}" if given.workload == "skewed" else given.workload
     words = small(given.runs) if given.smoke else settings(given.workload, given.shape, given.runs)
     for bound, consume in CELLS[1:2] if given.smoke else CELLS:
         steps = 5 if given.smoke else STEPS[given.workload][bound]
-        name = f"{kind}, bound {bound}, {consume}"
-        folder = given.runs / kind.replace(" ", "-")
-        results.measure(name, lambda at=(bound, consume, steps), f=folder: cell(f, f"{at[0]}-{at[1]}", words, *at))
+        name = f"{kind}, {given.instances} x rollout, bound {bound}, {consume}"
+        folder = given.runs / f"{kind}-{given.instances}".replace(" ", "-")
+        results.measure(
+            name, lambda at=(bound, consume, steps), f=folder: cell(f, f"{at[0]}-{at[1]}", words, *at, given.instances)
+        )
     return results.found
 
 

@@ -11,6 +11,7 @@ in a first. Every result is written to the file at once, and what is there alrea
 
 import argparse
 import math
+import re
 import sys
 import tempfile
 import time
@@ -133,20 +134,21 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, help="file of results, read to resume")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--only", default="", help="a regular expression: leave out what it is not found in")
     given = parser.parse_args(arguments)
     sizes = SMOKE if given.smoke else Sizes()
     results = Results(given.output)
     results.head()
     speed = results.measure("copy_gb_per_s", lambda: bandwidth(sizes) / 1e9) * 1e9
     cells = [(shape, n, context) for shape in sizes.shapes for n in sizes.running for context in sizes.contexts]
-    for way in WAYS:
-        results.measure(f"skewed {way}", lambda way=way: skewed(sizes, way))
+    calls: dict[str, Callable[[], Any]] = {f"skewed {way}": lambda way=way: skewed(sizes, way) for way in WAYS}
     for shape, n, context in (*cells, *sizes.full):
         for way in WAYS:
-            results.measure(
-                f"{shape} {n} x {context} {way}",
-                lambda cell=(shape, n, context, way): steady(sizes, *cell, speed),
-            )
+            cell = (shape, n, context, way)
+            calls[f"{shape} {n} x {context} {way}"] = lambda cell=cell: steady(sizes, *cell, speed)
+    for name, call in calls.items():
+        if re.search(given.only, name):
+            results.measure(name, call)
     return results.found
 
 

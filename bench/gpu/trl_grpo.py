@@ -55,7 +55,7 @@ class Missing(types.ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        self.__path__: list[str] = []
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -126,7 +126,8 @@ def measured(workload: str, shape: str, runs: Path, steps: int, longest: int, sm
         folder = skewed.model(shape, runs / shape)
         tokenizer = tokenizer_of(folder)
         rows = Rows({"prompt": words_of(at)} for at in range(count))
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.to(device)
     tokens, calls, plain, generating = [0], [0], model.generate, [0.0]
 
     def generate(*given: Any, **named: Any) -> Any:

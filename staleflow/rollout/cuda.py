@@ -139,7 +139,7 @@ class _Recorded(NamedTuple):
 
 class DecodeGraphs:
     def __init__(
-        self, model: Model, attention: PagedAttention, most_rows: int, most_pages: int, persistent: bool = False
+        self, model: Model, attention: PagedAttention, most_rows: int, most_pages: int, persistent: bool = True
     ) -> None:
         """``persistent``: try the kernel for few rows, too."""
         self._model = model

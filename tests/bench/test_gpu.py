@@ -26,8 +26,8 @@ def test_few_sequences_and_resume(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_whole_run_with_imposed_lengths(tmp_path: Path) -> None:
     found = system.main(["--smoke", "--runs", str(tmp_path), "--output", str(tmp_path / "system.json")])
-    assert found["smoke, bound 2, stream"]["tokens_per_s"] > 0
-    (run,) = tmp_path.glob("smoke/*")
+    assert found["smoke, 1 x rollout, bound 2, stream"]["tokens_per_s"] > 0
+    (run,) = tmp_path.glob("smoke-1/*")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     names = [f"p{prompt}/{member}" for row in rows for prompt in row["prompts"] for member in range(2)]
     assert [n for row in rows for n in row["lengths"]] == [skewed.length(name, 8, 32) for name in names]
