@@ -1,6 +1,7 @@
 """The experiments on a GPU run, on a CPU with a tiny model, and what was measured is not measured again."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bench.gpu import lab, learning, skewed, system, tail  # noqa: E402
+from bench.gpu import lab, learning, simulated, skewed, system, tail  # noqa: E402
 
 
 def test_few_sequences_and_resume(tmp_path: Path) -> None:
@@ -31,6 +32,16 @@ def test_a_whole_run_with_imposed_lengths(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     names = [f"p{prompt}/{member}" for row in rows for prompt in row["prompts"] for member in range(2)]
     assert [n for row in rows for n in row["lengths"]] == [skewed.length(name, 8, 32) for name in names]
+
+    for name in ("0-batch", "2-stream"):
+        shutil.copytree(run, tmp_path / "runs" / name)
+    cells = {f"tiny {n} x {context} few": {"ms": 1 + n * context / 1e3} for n in (1, 4) for context in (8, 32)}
+    (tmp_path / "tail.json").write_text(json.dumps(cells))
+    given = ["--runs", str(tmp_path / "runs"), "--tail", str(tmp_path / "tail.json"), "--shape", "tiny"]
+    rows = simulated.main([*given, "--lengths", "8", "32", "8"])
+    assert set(rows) == {"0-batch", "2-stream"}
+    turns, apart = (rows["2-stream"][way]["tokens_per_s"]["predicted"] for way in ("in turn", "as if alone"))
+    assert 0 < turns < apart, "who shares a card is slower"
 
 
 def test_accuracy_by_bound_and_the_picture_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
