@@ -50,6 +50,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process with threads cannot enter a namespace
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -236,9 +237,8 @@ def durability(repeats: int, folder: Path, results: Results) -> None:
     """The same run with and without what makes it survive, in turn."""
     for repeat in range(len(results.of("durability")) // len(ARMS), repeats):
         for arm, (command, words) in ARMS.items():
-            victim = _finished(
-                folder / f"durability-{repeat}", [*LAPTOP, "steps=24", f"seed={repeat}", *words], command
-            )
+            settings = [*LAPTOP, "steps=24", f"seed={repeat}", *words]
+            victim = _finished(folder / f"durability-{repeat}", settings, command)
             results.add("durability", {"arm": arm, "tokens_per_s": victim.summary["trained_tokens_per_s"]})
 
 

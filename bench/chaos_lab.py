@@ -58,6 +58,7 @@ class Victim:
         self.run: Path | None = None
         self.version = 0
         self._command = command
+        self._began = 0
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
 
@@ -77,6 +78,7 @@ class Victim:
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
+        self._began = len(self.said)
         self._reader = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
         self._reader.start()
 
@@ -93,6 +95,11 @@ class Victim:
     def supervised(self) -> bool:
         """Whether the process that was started is not the one that owns the run."""
         return self._process is not None and self.control not in (0, self._process.pid)
+
+    @property
+    def silent(self) -> bool:
+        """Whether this attempt has said nothing: perhaps the interpreter was still starting."""
+        return len(self.said) == self._began
 
     @property
     def alive(self) -> bool:
@@ -187,7 +194,8 @@ class Victim:
 
 
 def _die_with_parent() -> None:
-    """A bench that is killed leaves no run behind."""
+    """A bench that is killed leaves no run behind. Nor does it matter how the bench itself was started."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 

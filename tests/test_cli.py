@@ -15,3 +15,24 @@ def test_an_unknown_command_is_one_line_and_exit_code_2(capsys: pytest.CaptureFi
         main(["fly"])
     assert caught.value.code == 2
     assert "invalid choice: 'fly'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--learning-rate", "1e-5"], "settings are written without dashes: training.learning_rate=VALUE"),
+        (["--learning_rate=1e-5"], "settings are written without dashes: training.learning_rate=1e-5"),
+        (["--gradient-accumulation-steps", "4"], "a step is always cut into micro-batches"),
+        (["--temperature", "1"], "temperature may be rollout.temperature or evaluation.temperature"),
+        (["--fly"], "see staleflow train --help"),
+    ],
+)
+def test_an_option_that_is_a_setting_says_how_it_is_written(
+    capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *words])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1

@@ -46,7 +46,7 @@ class DecisionLog:
         self._most = most_bytes
         self._size = path.stat().st_size if path.exists() else 0
         self._begin = b"\n" if self._size else b""
-        """The last line of an earlier life may be torn."""
+        """The last line of an earlier attempt may be torn."""
         self._waiting: list[tuple[float, Decision]] = []
         self._flushed_at = 0.0
 

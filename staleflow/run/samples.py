@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from staleflow.observe.metrics import MetricsLog
 from staleflow.run.decisions import older, read_lines
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.tasks.opening import TaskSet
@@ -64,9 +65,11 @@ class Samples:
         names: Sequence[str],
         cut: Callable[[bytes], bool],
         on_trouble: Callable[[str], None],
+        first: int = 0,
         most_bytes: int = MOST_BYTES,
     ) -> None:
-        """``count``: of each step; ``names``: of the rewards."""
+        """``count``: of each step; ``names``: of the rewards; ``first``: the step that comes next. What an earlier
+        attempt kept of later ones is removed."""
         self._path = path
         self._task = task
         self._count = count
@@ -74,11 +77,14 @@ class Samples:
         self._cut = cut
         self._on_trouble = on_trouble
         self._most = most_bytes
-        self._begin = b"\n" if path.exists() and path.stat().st_size else b""
-        """The last line that was written, perhaps by an earlier attempt, may be torn."""
+        self._begin = b""
+        """Before the next line, if the last one may be torn."""
         self._trouble = False
         self._scored: dict[str, _Scored] = {}
         """Responses that may still be trained on. Those of an earlier attempt of the run are not here."""
+        if path.exists():
+            with MetricsLog(path) as lines:
+                lines.rewind(first)
 
     def scored(self, name: str, parts: tuple[float, ...], tokens: bytes) -> None:
         self._scored[name] = _Scored(parts, tokens, self._cut(tokens))

@@ -93,12 +93,13 @@ class ControlPlane:
         self._done = asyncio.Event()
         self._steps: int | None = None
         self._look_at = 0.0
-        self._news_at = 0.0
-        """When something last happened."""
+        self._news = True
+        """Whether something has happened since the last look."""
 
     async def run(self, steps: int) -> None:
         """Train until ``steps`` versions have been made."""
         self._steps = steps
+        self.watch.gauge.begin(self._now(), self.ledger.version)
         if self.ledger.version >= steps:
             self._end()
             return
@@ -185,8 +186,6 @@ class ControlPlane:
         it is known which version the trainer holds, and that it does nothing. One that may still finish what it was
         told before is fed from ``on_trainer_back`` on: a reset would come too late for it."""
         self._feed.away = True  # until everything is known
-        if trainer_there and self._feed.settle(again=True):
-            self._committed()
         for report in reports:
             self.on_report(report)
         here = {name for member in self.members.values() for name in member.residents}
@@ -251,11 +250,10 @@ class ControlPlane:
     def on_scored(self, name: str, reward: float) -> None:
         if not self.scoring.answered(name):
             return
-        self._news_at = self._now()
+        self._news = True
         if completed := self.server.score(name, reward):
             self._completed(*completed)
             self._feed.push_on()
-            self._changed()
 
     def _completed(self, group: Group, running: Iterable[Trajectory] = ()) -> None:
         self._drop(running)
@@ -328,11 +326,13 @@ class ControlPlane:
         submitted: dict[str, list[Trajectory]] = {}
         interrupted: dict[str, list[Trajectory]] = {}
         for command in commands:
+            if isinstance(command, Route):
+                name, _, instance, version = command
+                self.watch.routed += 1
+                if placed := self.server.place(name, instance, version):
+                    submitted.setdefault(instance, []).append(placed)
+                continue
             match command:
-                case Route(name, _, instance, version):
-                    self.watch.routed += 1
-                    if placed := self.server.place(name, instance, version):
-                        submitted.setdefault(instance, []).append(placed)
                 case Interrupt(name, instance, _) | Truncate(name, instance):
                     if self.server.interrupt(name):
                         interrupted.setdefault(instance, []).append(self.server.trajectories[name])
@@ -369,6 +369,7 @@ class ControlPlane:
                 by_instance.setdefault(each.instance, []).append(each)
         for instance, dropped in by_instance.items():
             self.members[instance].abort(dropped)
+            self._changed()
 
     # Within
 
@@ -398,11 +399,14 @@ class ControlPlane:
 
     async def _watch_for_ever(self) -> None:
         """Nobody reports that it is dead: look, and do not wait for ever for something that will not come."""
-        self._news_at = self._now()
+        news_at = self._now()
         while True:
             await asyncio.sleep(self.settings.instance_timeout_s / 4)
-            self._watch(self._now())
-            if self._now() - self._news_at > self.settings.stall_s:
+            now = self._now()
+            self._watch(now)
+            if self._news:
+                self._news, news_at = False, now
+            if now - news_at > self.settings.stall_s:
                 silence = f"nothing was heard for {self.settings.stall_s:g} s"
                 raise StalledError(f"{self.watch.stalled()}, {silence}")
             self._work.set()
@@ -425,9 +429,8 @@ class ControlPlane:
                 member.revive(heard, self.ledger.version)
 
     def _changed(self) -> None:
-        self._news_at = self._now()
-        if not self._work.is_set():
-            self._work.set()
+        self._news = True
+        self._work.set()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -69,8 +69,11 @@ class Member:
         return cls(port, term, heard.incarnation, seen=state.version, version=version, max_running=state.max_running)
 
     def submit(self, trajectories: Sequence[Trajectory], work: list[Work]) -> None:
-        self.issued.append(Issued(self.number + 1, len(trajectories), sum(each.context for each in trajectories)))
-        self.residents.update((each.name, each) for each in trajectories)
+        context = 0
+        for each in trajectories:
+            self.residents[each.name] = each
+            context += each.context
+        self.issued.append(Issued(self.number + 1, len(trajectories), context))
         self.port.send(Submit(self._next(), work))
 
     def interrupt(self, trajectories: Sequence[Trajectory]) -> None:
@@ -120,8 +123,8 @@ class Member:
         """The version of whatever it decodes next."""
         return self.version if self.pulling is None else self.pulling
 
-    def write(self, row: int, table: Fleet, heard: Heard, cost: CostModel, headroom: int) -> None:
-        """Put the instance, with every command counted in, into its row of the table."""
+    def write(self, row: int, table: Fleet, heard: Heard, cost: CostModel, headroom: int) -> int:
+        """Put the instance, with every command counted in, into its row of the table. How many it runs."""
         term, incarnation, number = heard.applied
         shown = number if (term, incarnation) == (self.term, self.incarnation) else 0
         if self.issued and self.issued[0].number <= shown:
@@ -134,7 +137,7 @@ class Member:
             context += each.context
             free -= each.context + headroom * each.running
         table.version[row] = self.holds
-        table.running[row] = max(0, running)
+        table.running[row] = running = max(0, running)
         table.waiting[row] = state.waiting
         table.context[row] = max(0, context)
         table.kv_free[row] = free
@@ -145,6 +148,7 @@ class Member:
             sequences, tokens, seconds = state.step
             measured = cost.step(sequences, tokens) / seconds
             table.speed[row] += 0.5 * (measured - table.speed[row])
+        return running
 
     def _next(self) -> Fence:
         self.number += 1
@@ -162,6 +166,10 @@ class FleetTable:
         self._cost = cost
         self._headroom = headroom
         self._all_at = 0.0
+        self.places = [0] * len(self.members)
+        """How many more each could run."""
+        self.waiting = [0] * len(self.members)
+        """How many wait for memory inside each."""
 
     @property
     def cost_error(self) -> float:
@@ -175,6 +183,9 @@ class FleetTable:
             self._all_at = now + ALL_S
         for row, member in enumerate(self.members):
             if everyone or member.touched:
-                member.write(row, self.fleet, member.port.heard(), self._cost, self._headroom)
+                heard = member.port.heard()
+                running = member.write(row, self.fleet, heard, self._cost, self._headroom)
+                self.places[row] = max(0, member.max_running - running) if member.open else 0
+                self.waiting[row] = heard.state.waiting
                 member.touched = False
         return self.fleet

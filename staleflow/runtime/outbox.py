@@ -30,17 +30,12 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def send(self, deliver: Callable[..., None], *message: Any) -> None:
-        """When everything that has been written is durable."""
-        self._behind(self._journal.position, deliver, message)
-
-    def pass_on(self, deliver: Callable[..., None], *message: Any) -> None:
-        """Now, or behind what waits: nothing comes of it that the next term of the control plane must know."""
-        self._behind(0, deliver, message)
-
-    def _behind(self, position: int, deliver: Callable[..., None], message: tuple[Any, ...]) -> None:
+    def send(self, deliver: Callable[..., None], *message: Any, held: bool = True) -> None:
+        """When everything that has been written is durable. Without ``held`` now, or behind what waits: nothing comes
+        of it that the next term of the control plane must know."""
         if self._closed:
             return
+        position = self._journal.position if held else 0
         if not self._waiting and position <= self._journal.durable:
             deliver(*message)
             return
@@ -100,7 +95,7 @@ class HeldTrainer:
         self._resets = 0
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:
-        self._outbox.pass_on(self._unless_reset, self._resets, self._port.feed, step, groups)
+        self._outbox.send(self._unless_reset, self._resets, self._port.feed, step, groups, held=False)
 
     def finish(self, step: int) -> None:
         if self._on_wait is not None:

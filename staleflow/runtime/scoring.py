@@ -44,9 +44,10 @@ class Scoring:
     def answered(self, name: str) -> bool:
         """Whether anyone was waiting for this answer."""
         asked = self._asked.pop(name, None)
-        if asked is not None:
-            self.on_answer(asyncio.get_running_loop().time() - asked.since)
-        return asked is not None
+        if asked is None:
+            return False
+        self.on_answer(asyncio.get_running_loop().time() - asked.since)
+        return True
 
     def failed(self, name: str, why: str) -> None:
         asked = self._asked.get(name)

@@ -82,6 +82,10 @@ class Watchdog:
         else:
             works[kind] = _Asked(what, size)
 
+    def normal(self, name: str, kind: str, silence_s: float) -> None:
+        """How long this normally goes without a word, known from elsewhere."""
+        self._slowest[name, kind] = silence_s
+
     def busy(self, name: str) -> bool:
         return bool(self._asked.get(name))
 

@@ -52,7 +52,8 @@ class Book:
     def hold(self, group: Group) -> None:
         """A group is live from now on."""
         self.groups[group.name] = group
-        self.trajectories.update((member.name, member) for member in group.members)
+        for member in group.members:
+            self.trajectories[member.name] = member
         if group.version is None:
             self._fresh[group.name] = group
         if self.payloads is not None:
@@ -105,7 +106,8 @@ class Book:
             raise ValueError(f"group {name} cannot be reserved with version {version}: the ledger has no room")
         group = self._fresh.pop(name)
         group.version = version
-        self._resuming.update((member.name, member) for member in group.members)
+        for member in group.members:
+            self._resuming[member.name] = member
 
     def _on_lower(self, name: str, version: int) -> None:
         if not self.ledger.lower(name, version):

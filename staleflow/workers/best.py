@@ -3,7 +3,8 @@
     best = Best(run / "checkpoints" / "best", model_folder, figure="reward")
     why = best.offer(evaluated, engine.weights())       # empty, or why it could not be written
 
-It has the weights in the precision of the engines, and nothing to resume from. ``best.json`` says which version it is.
+It has the weights in the precision of the engines, and nothing to resume from. ``best.json`` says which version it is,
+``checksums.json`` whether it is whole.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from staleflow.errors import line_of
+from staleflow.training.checksums import seal, sync
 from staleflow.types import Evaluated
 
 ABOUT = "best.json"
@@ -33,6 +35,10 @@ class Best:
         self._model = model
         self._figure = figure
         self._value: float | None = None
+        old = folder.with_name(OLD)
+        if old.is_dir() and not folder.exists():  # an earlier attempt died between the two renames
+            os.rename(old, folder)
+        shutil.rmtree(folder.with_name(DRAFT), ignore_errors=True)
         if (about := folder / ABOUT).is_file():  # of an earlier attempt of the run
             self._value = json.loads(about.read_text())["value"]
 
@@ -66,6 +72,8 @@ class Best:
         config["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         (draft / "config.json").write_text(json.dumps(config, indent=2))
         (draft / ABOUT).write_text(json.dumps({"version": version, "figure": self._figure, "value": value}))
+        seal(draft)
         if self._folder.is_dir():
             os.rename(self._folder, self._folder.with_name(OLD))
         os.rename(draft, self._folder)
+        sync(self._folder.parent)

@@ -137,6 +137,25 @@ def flat(config: sf.Config) -> dict[str, Any]:
     return {"preset": "plain", **{name: getattr(config, name) for name in names}, **sections}
 
 
+def test_rewards_that_are_written_for_another_library_are_refused_with_the_way_to_write_them() -> None:
+    def of_trl(prompts: Any, completions: Any, **rest: Any) -> list[float]:
+        raise AssertionError(prompts, completions, rest)
+
+    def of_verl(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None) -> float:
+        raise AssertionError(data_source, solution_str, ground_truth, extra_info)
+
+    def of_verifiers(prompt: Any, completion: Any, answer: Any, state: Any) -> float:
+        raise AssertionError(prompt, completion, answer, state)
+
+    assert "takes completions, as TRL's rewards do; here it is called for each response" in refused(
+        with_rewards, Reward(), of_trl
+    )
+    assert "takes solution_str, as verl's rewards do" in refused(with_rewards, Reward(), {of_verl: 2.0})
+    assert "write def of_verifiers(problem, response)" in refused(with_rewards, Reward(), of_verifiers)
+    refusal = refused(with_rewards, Reward("my:own", {"weight": 2}), lambda problem, response: 1.0)  # noqa: ARG005
+    assert "(got an unexpected keyword argument 'weight')" in refusal
+
+
 def test_rewards_are_named_and_weighed() -> None:
     def one(*_: Any) -> float:
         return 1.0

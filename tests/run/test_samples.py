@@ -115,6 +115,17 @@ def test_a_torn_line_costs_no_other(tmp_path: Path) -> None:
     assert [each.step for each in read_samples(path)] == [0, 1]
 
 
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_samples_of_steps_that_are_made_again_are_there_once(tmp_path: Path, first: int) -> None:
+    path = tmp_path / "samples.jsonl"
+    for begin in (0, first):  # an attempt, and the one that continues from a checkpoint before its end
+        under_test, _ = samples(path, first=begin)
+        for step in range(begin, 3):
+            under_test.scored("p0/0", (), tokens(1))
+            under_test.committed(step, [group(0, [1.0])])
+    assert [each.step for each in read_samples(path)] == [0, 1, 2]
+
+
 def test_a_full_disk_costs_samples_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     under_test, trouble = samples(tmp_path / "samples.jsonl")
 

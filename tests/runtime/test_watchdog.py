@@ -127,3 +127,12 @@ def test_work_no_slower_than_what_was_seen_lately_is_never_late(durations: list[
     watchdog.asked("i0", "decode", "8 responses", now)
     after = now + min(share, 0.999) * max(LATE_S, LATE * slowest)
     assert watchdog.look(after) == []
+
+
+def test_what_is_known_from_elsewhere_counts_from_the_first_time() -> None:
+    """A trainer that was stopped while its control plane died was waited for as long as for a start: ten minutes."""
+    watchdog = Watchdog(lost_s=30.0)
+    watchdog.normal("trainer", "return", 8.0)
+    watchdog.asked("trainer", "return", "its return", 0.0)
+    lost = (at for at in range(1, 100) if any(each.lost for each in watchdog.look(float(at))))
+    assert next(lost) == 80

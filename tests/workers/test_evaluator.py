@@ -19,6 +19,7 @@ from staleflow.rollout.builtin import EngineOptions, TorchEngine
 from staleflow.rollout.engine import Sampling
 from staleflow.tasks.base_model import new_model
 from staleflow.tasks.task import Problem
+from staleflow.training.checksums import damage
 from staleflow.types import Evaluated
 from staleflow.workers.best import Best
 from staleflow.workers.evaluator import Evaluator, Judged, figures, pass_at
@@ -153,7 +154,13 @@ def test_the_best_version_is_kept_as_a_model_and_no_worse_one_takes_its_place(fo
     assert (loaded.lm_head.weight == 5).all()
     assert AutoTokenizer.from_pretrained(kept).eos_token == "</s>"
     assert [each.name for each in kept.parent.iterdir()] == ["best"]
-    again = Best(kept, folder, "reward")  # the evaluator of a resumed run
+    assert damage(kept) == ""
+    (kept / "model.safetensors").write_bytes(b"x")
+    assert "model.safetensors" in damage(kept)
+    kept.rename(kept.with_name(".old-best"))  # the evaluator died between two renames
+    (kept.with_name(".draft-best")).mkdir()
+    again = Best(kept, folder, "reward")  # that of a resumed run
+    assert [each.name for each in kept.parent.iterdir()] == ["best"]
     assert again.offer(Evaluated(11, 0.6, 0.0, 0, "", figures={"reward": 0.6}), {}) == ""
     shutil.rmtree(kept.parent)
     assert "could not be written" in offered(15, 0.9)

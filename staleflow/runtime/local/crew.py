@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ LOOK_S = 0.02
 """How often to look whether everybody is ready."""
 
 Hear = Callable[[Child, Any], None]
+
+START, RETURN = ("start", "its start"), ("return", "its return to another control plane")
+"""What a process is asked for first: kind and words."""
 
 
 class Crew:
@@ -91,6 +95,11 @@ class Crew:
         """Processes of an earlier control plane that have not been adopted."""
         return list(self._found)
 
+    def returns_within(self, trainer_s: float) -> None:
+        """Those that are there already come back at once, but for the trainer, which finishes its step before."""
+        for name in self._found:
+            self.watchdog.normal(name, RETURN[0], trainer_s if name == "trainer" else 0.0)
+
     def all_started(self) -> None:
         """Whoever has not been adopted by now is not needed, and told so when it connects."""
         self._found.clear()
@@ -102,7 +111,7 @@ class Crew:
         """
         found = self._found.pop(name, None)
         self.restarts.started(name, _now())
-        self.watchdog.asked(name, "start", "its start", _now())
+        self.watchdog.asked(name, *(RETURN if found else START), _now())
         incarnation = found.incarnation if found else self.incarnations.get(name, 0) + 1
         self.incarnations[name] = incarnation
         place = self._places[name]
@@ -131,9 +140,7 @@ class Crew:
                 self._replacing.add(task)
                 task.add_done_callback(self._replacing.discard)
 
-        def on_message(message: Any) -> None:
-            self._hear(child, message, hear)
-
+        on_message = partial(self._hear, child, hear)
         if found:
             child.adopt(found.pid, on_message, on_end)
         else:
@@ -234,7 +241,7 @@ class Crew:
         else:
             channel.close()  # its turn comes: it tries again
 
-    def _hear(self, child: Child, message: Any, hear: Hear) -> None:
+    def _hear(self, child: Child, hear: Hear, message: Any) -> None:
         if not self._is(child):
             return  # it has been retired
         if isinstance(message, Broken):
@@ -243,7 +250,7 @@ class Crew:
                 self.fail(f"{child.name}: {message.why}")
             return
         if isinstance(message, Ready):
-            self.watchdog.done(child.name, "start", _now())
+            self.watchdog.done(child.name, (RETURN if child.adopted else START)[0], _now())
         else:
             self.watchdog.moved(child.name, _now())
         try:

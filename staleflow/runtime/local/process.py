@@ -108,6 +108,8 @@ class Child:
     def arrived(self, channel: Channel, hello: Hello) -> None:
         self._channel = channel
         channel.on_message, channel.on_end = self._on_message, self._end
+        if self.setup.role == "trainer":
+            channel.hurry()
         self.send(TakeOver(self.term) if hello.set_up else self.setup)
 
     def send(self, message: msgspec.Struct) -> None:

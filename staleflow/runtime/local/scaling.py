@@ -126,7 +126,7 @@ class Scaling:
         started = unused(wanted - before, taken={*self.names, *run.crew.children})
         self.names = [*(name for name in self.names if name not in stopped), *started]
         if started or stopped:
-            step, seconds = run.server.ledger.version, run.seconds
+            step, seconds = run.server.ledger.version, run.time.seconds
             run.record.scaled.append({"step": step, "seconds": seconds, "from": before, "to": wanted})
             run.server.note("scale", before, wanted)
             run.crew.place(run.places(self.names))
@@ -156,7 +156,7 @@ class Scaling:
     def _retire(self, name: str) -> None:
         if name in self.names:
             return  # another has its name by now
-        self._run.instance_left(name)
+        self._run.time.instance_left(name)
         self._run.crew.optional.discard(name)
         self._run.crew.retire(name)
 

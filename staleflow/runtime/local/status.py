@@ -13,7 +13,7 @@ RECENT = 60
 
 
 def status_of(run: LocalRun) -> Status:
-    record, ledger, seconds = run.record, run.server.ledger, run.seconds
+    record, ledger, seconds = run.record, run.server.ledger, run.time.seconds
     counts = ledger.counts()
     ages = record.token_staleness
     trained = max(1, sum(ages.values()))
@@ -33,8 +33,9 @@ def status_of(run: LocalRun) -> Status:
         tokens_wasted=record.tokens_wasted,
         trained_tokens_per_s=record.tokens_trained / seconds if seconds else 0.0,
         trainer_idle=record.trainer_idle_s / seconds if seconds else 0.0,
-        trainer_doing=f"updating to version {ledger.frontier}" if ledger.frontier > ledger.version else "accumulating",
-        control_overhead=run.control_share,
+        trainer_doing=_trainer(run),
+        doing="" if run.training else _doing(run),
+        control_overhead=run.time.control_share,
         groups_ready=counts["complete"],
         groups_in_flight=counts["live"] - counts["complete"] - counts["leased"],
         instances=tuple(_instance(run, name) for name in run.instances),
@@ -45,6 +46,18 @@ def status_of(run: LocalRun) -> Status:
         left_out=run.task.left_out / max(1, run.task.left_out + (run.task.size or 0)),
         notes=run.incidents.notes,
     )
+
+
+def _trainer(run: LocalRun) -> str:
+    ledger = run.server.ledger
+    if not run.training:
+        return ""
+    return f"updating to version {ledger.frontier}" if ledger.frontier > ledger.version else "accumulating"
+
+
+def _doing(run: LocalRun) -> str:
+    waits = [name for name, child in run.crew.children.items() if not child.ready.is_set()]
+    return run.doing if run.started or not waits else f"{run.doing}: waits for {', '.join(waits)}"
 
 
 def _instance(run: LocalRun, name: str) -> InstanceStatus:
@@ -61,5 +74,5 @@ def _instance(run: LocalRun, name: str) -> InstanceStatus:
         alive=member is not None and member.alive,
         pulling=member is not None and member.pulling is not None,
         leaving=member is not None and member.leaving,
-        tokens_per_s=port.tokens / run.seconds if run.seconds else 0.0,
+        tokens_per_s=port.tokens / run.time.seconds if run.time.seconds else 0.0,
     )

@@ -6,7 +6,9 @@
 ``supervised`` forks. The child returns from it what ``train`` does, as if there were no parent; the parent stays,
 passes signals on, and returns the child's exit code. A child that was killed by a signal (also for want of memory, or
 by a segmentation fault) after it said what it runs is followed by another; one that ended by itself, or that somebody
-asked to stop, is not. The processes of the run wait meanwhile, and the next control plane adopts them.
+asked to stop, is not; one that stands still is named, and killed after a minute. The processes of the run wait
+meanwhile, and the next control plane adopts them. Before the control plane listens for signals, and between two of
+them, a request to stop is a ``KeyboardInterrupt``.
 
 If the parent dies, the child stops the run in good order.
 """
@@ -16,22 +18,35 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from staleflow.errors import ending
 from staleflow.run.processes import end, processes
 from staleflow.runtime.restarts import Restarts
+from staleflow.runtime.watchdog import Watchdog
 
 ASKED = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
 """Who dies of one of these was asked to."""
-PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 PR_SET_CHILD_SUBREAPER = 36
-STOP = "stop"
+STOP, MOVES, LEAVES = "stop", "moves", "leaves"
+BEAT_S = 1.0
+HUNG_S = 60.0
+CONTROL = "the control plane"
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells expect it."""
+
+
+def requests() -> list[signal.Signals]:
+    """The signals that ask a run to stop. ``nohup`` ignores one of them, and so does the run."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM] + ([] if ignored else [signal.SIGHUP])
 
 
 class Supervisor:
@@ -44,10 +59,11 @@ class Supervisor:
         """How those before this one ended, since the last that said what it runs."""
         self._told = told
         self._hears = hears
+        self._beat: asyncio.TimerHandle | None = None
 
     def tell(self, run: Path) -> None:
         """What is to be continued, should this process die. Earlier deaths are known to the run by now."""
-        os.write(self._told, f"{run}\n".encode())
+        _say(self._told, str(run))
 
     def attend(self, stop: Callable[[signal.Signals], None], reaped: Callable[[int, int], None]) -> None:
         """From now on ``stop`` is called when somebody wants the run to end, ``reaped`` with the pid and exit code of
@@ -66,10 +82,18 @@ class Supervisor:
                 else:
                     reaped(int(word), int(code))
 
+        def beat() -> None:
+            _say(self._told, MOVES)
+            self._beat = loop.call_later(BEAT_S, beat)
+
         loop.add_reader(self._hears, come)
+        beat()
 
     def leave(self) -> None:
         asyncio.get_running_loop().remove_reader(self._hears)
+        if self._beat is not None:
+            self._beat.cancel()
+        _say(self._told, LEAVES)
 
 
 def supervised(train: Callable[[Supervisor], int], restarts: Restarts | None = None) -> int:
@@ -77,70 +101,143 @@ def supervised(train: Callable[[Supervisor], int], restarts: Restarts | None = N
     _adopt_orphans()
     run: Path | None = None
     deaths: list[str] = []
-    while True:
-        restarts.started("control", time.monotonic())
-        told, tells = os.pipe()
-        hears, says = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        child = os.fork()
-        if not child:
+    with _Asks() as asks:
+        while True:
+            restarts.started("control", time.monotonic())
+            told, tells = os.pipe()
+            hears, says = os.pipe()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            child = asks.fork(says)
+            if not child:
+                os.close(told)
+                os.close(says)
+                return train(Supervisor(tells, hears, run, deaths))
+            os.close(tells)
+            os.close(hears)
+            watch = Watch(child, told, says)
+            code = watch.ended()
+            asks.gone()
             os.close(told)
             os.close(says)
-            return train(Supervisor(tells, hears, run, deaths))
-        os.close(tells)
-        os.close(hears)
-        code = _wait(child, says)
-        os.close(says)
-        if (said := _said(told)) is not None:
-            run, deaths = said, []
-        if code >= 0 or -code in ASKED:
-            return code if code >= 0 else 128 - code
-        deaths.append(ending(code))
-        pause_s = restarts.died("control", time.monotonic()) if run is not None else None
-        if pause_s is None:
-            again = f"; continue with: staleflow train --resume {run}" if run is not None else ""
-            often = f" {restarts.count('control')} times in {restarts.within_s / 60:g} minutes" if run else ""
-            end(processes(run) if run is not None else ())
-            print(f"staleflow: error: the control plane died{often}: {deaths[-1]}{again}", file=sys.stderr)
-            return 128 - code
-        time.sleep(pause_s)
+            if watch.run is not None:
+                run, deaths = watch.run, []
+            if code >= 0 or -code in ASKED:
+                break
+            deaths.append("stood still" if watch.killed else ending(code))
+            pause_s = restarts.died("control", time.monotonic()) if run is not None else None
+            if pause_s is None:
+                often = f" {restarts.count('control')} times in {restarts.within_s / 60:g} minutes" if run else ""
+                print(f"staleflow: error: the control plane died{often}: {deaths[-1]}{_again(run)}", file=sys.stderr)
+                break
+            if asks.wait(pause_s):
+                print(f"staleflow: stopped while the control plane was dead{_again(run)}", file=sys.stderr)
+                code = INTERRUPTED
+                break
+    code = code if code >= 0 else 128 - code
+    if code > 128 and run is not None:  # by a signal: it has not ended what it started or was to adopt
+        end(processes(run))
+    return code
 
 
-def _said(told: int) -> Path | None:
-    """What the control plane that has ended said that it runs."""
-    os.set_blocking(told, False)
-    try:
-        lines = os.read(told, 1 << 16).decode().splitlines()
-    except BlockingIOError:
-        lines = []
-    os.close(told)
-    return Path(lines[0]) if lines else None
+def _again(run: Path | None) -> str:
+    return f"; continue with: staleflow train --resume {run}" if run is not None else ""
 
 
-def _wait(child: int, says: int) -> int:
-    """Until the control plane has ended. Passes on what comes meanwhile."""
+class _Asks:
+    """Passes requests to stop on to the control plane, and remembers them while there is none."""
 
-    def pass_on(number: int, _frame: object) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(child, number)
+    def __init__(self) -> None:
+        self._child = 0
+        self._says = -1
+        self._asked = False
 
-    def stop(_number: int, _frame: object) -> None:
-        """A terminal sends it to both processes, other programs to this one: said another way, it counts once."""
-        _say(says, STOP)
+    def __enter__(self) -> Self:
+        self._before = {each: signal.signal(each, self._heard) for each in requests()}
+        return self
 
-    before = {each: signal.signal(each, pass_on) for each in PASSED_ON}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, stop)
-    try:
+    def __exit__(self, *_: object) -> None:
+        if self._child >= 0:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def fork(self, says: int) -> int:
+        """As ``os.fork``. No request is lost in between."""
+        numbers = tuple(self._before)
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        self._child, self._says = os.fork(), says
+        if not self._child:
+            self._child = -1
+            for number in numbers:
+                signal.signal(number, signal.default_int_handler)
+        elif self._asked:
+            os.kill(self._child, signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        return max(0, self._child)
+
+    def gone(self) -> None:
+        self._child = 0
+
+    def wait(self, seconds: float) -> bool:
+        """Whether somebody has asked, by then or before the control plane died."""
+        until = time.monotonic() + seconds
+        while not self._asked and time.monotonic() < until:
+            time.sleep(0.05)
+        return self._asked
+
+    def _heard(self, number: int, _frame: object) -> None:
+        self._asked = True
+        if self._child and number == signal.SIGINT:
+            _say(self._says, STOP)  # a terminal sends it to both processes: said another way, it counts once
+        elif self._child:
+            with suppress(ProcessLookupError):
+                os.kill(self._child, number)
+
+
+class Watch:
+    """Of one control plane, until it ends."""
+
+    def __init__(self, child: int, told: int, says: int) -> None:
+        self.run: Path | None = None
+        """What it said that it runs."""
+        self.killed = False
+        """For standing still."""
+        self._child, self._told, self._says = child, told, says
+        self.watchdog = Watchdog(HUNG_S, BEAT_S)
+
+    def ended(self) -> int:
+        """Its exit code, when it has. It hears how processes end that an earlier one started."""
         while True:
-            pid, status = os.wait()
-            code = os.waitstatus_to_exitcode(status)
-            if pid == child:
-                return code
-            _say(says, f"{pid} {code}")
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            speaks = self.heard() if select.select([self._told], [], [], BEAT_S)[0] else True
+            while (found := os.waitpid(-1, os.WNOHANG if speaks else 0))[0]:
+                code = os.waitstatus_to_exitcode(found[1])
+                if found[0] == self._child:
+                    self.heard()
+                    return code
+                _say(self._says, f"{found[0]} {code}")
+            for each in self.watchdog.look(time.monotonic()):
+                if each.news:
+                    print(f"staleflow: {each}", file=sys.stderr)
+                if each.lost:
+                    self.killed = True
+                    os.kill(self._child, signal.SIGKILL)
+
+    def heard(self) -> bool:
+        """Whether it has anything to say with."""
+        os.set_blocking(self._told, False)
+        now = time.monotonic()
+        try:
+            said = os.read(self._told, 1 << 16)
+        except BlockingIOError:
+            return True
+        for line in said.decode().splitlines():
+            if line not in (MOVES, LEAVES):
+                self.run = Path(line)
+                continue
+            self.watchdog.done(CONTROL, MOVES, now)
+            if line == MOVES:
+                self.watchdog.asked(CONTROL, MOVES, "its event loop", now)
+        return bool(said)
 
 
 def _say(says: int, line: str) -> None:

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING
 
 from staleflow.runtime.control import StalledError
 from staleflow.runtime.local.process import Child
-from staleflow.runtime.local.stillness import QUIET_S, STALL_S, Stillness
 
 if TYPE_CHECKING:
     from staleflow.runtime.local.run import LocalRun
 
 VIEW_S = 0.25
+QUIET_S = 15.0
+"""Without a token, a reward or a version for this long, the run says what it waits for."""
+STALL_S = 1800.0
+"""And for this long, it ends. Every process may work and the run stand still all the same: that is a mistake of ours,
+and not one to wait for in silence."""
 
 
 class Watching:
@@ -26,7 +30,9 @@ class Watching:
         self.shown_s = 0.0
         """CPU seconds for what people look at."""
         self._run = run
-        self._stillness = Stillness()
+        self._sign: tuple[float, ...] = ()
+        """How far the run was when it last moved."""
+        self._moved_at = 0.0
         self._paused = False
 
     def death(self, child: Child, how: str, pause_s: float | None) -> None:
@@ -57,7 +63,7 @@ class Watching:
             if run.started:
                 run.scaling.look()
             self.disk()
-            self._moves(run.loop.time())
+            self.moves(run.loop.time())
 
     async def show_forever(self) -> None:
         while True:
@@ -75,13 +81,16 @@ class Watching:
             self._run.incidents.note("there is room on the disk again: the run continues")
         self._paused = bool(trouble)
 
-    def _moves(self, now: float) -> None:
+    def moves(self, now: float) -> None:
+        """Whether the run does, as a whole."""
         run = self._run
         tokens = sum(port.tokens for port in run.instances.values())
         starts = sum(run.crew.incarnations.values())
         sign = (run.server.ledger.version, tokens, run.hearing.scored, starts, run.record.tokens_wasted)
         others = self._paused or run.pool.pending or run.watchdog.busy("trainer")  # who have limits of their own
-        quiet_s = self._stillness.look(sign, now, excused=bool(others) or not run.training)
+        if sign != self._sign or others or not run.training:
+            self._sign, self._moved_at = sign, now
+        quiet_s = now - self._moved_at
         if quiet_s >= QUIET_S:
             why = f"nothing has moved for {quiet_s:.0f} s; waits for {run.control.watch.waits_for()}"
             run.incidents.rarely("quiet", why, now)

@@ -1,11 +1,15 @@
 """The process above the control plane: what it starts again, what it passes on, what it leaves alone."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from staleflow.runtime.local.supervisor import Watch
 
 pytestmark = pytest.mark.processes
 
@@ -29,7 +33,14 @@ sys.exit(supervised(train, Restarts(most=2)))
 def begun(tmp_path: Path, train: str) -> subprocess.Popen[str]:
     program = BEGIN + train + END
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=pipe, stderr=pipe, text=True)
+    words = [sys.executable, "-c", program, str(tmp_path)]
+    return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, preexec_fn=_hears_everything)
+
+
+def _hears_everything() -> None:
+    """Also where the tests themselves run in the background, or under nohup."""
+    for each in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(each, signal.SIG_DFL)
 
 
 def ended(tmp_path: Path, train: str) -> tuple[int, str, str]:
@@ -71,7 +82,7 @@ def train(supervisor):
 
 def test_one_that_dies_again_and_again_is_given_up_with_the_way_to_continue(tmp_path: Path) -> None:
     train = """
-time.sleep = lambda _: None
+Restarts.started = lambda *_: None
 def train(supervisor):
     starts()
     supervisor.tell(here / "run")
@@ -88,7 +99,8 @@ def train(supervisor):
     [
         ("return 2", 2),
         ("raise ValueError('a mistake of ours')", 1),
-        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", 128 + signal.SIGTERM),
+        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", 130),
+        ("os.kill(os.getpid(), signal.SIGQUIT); time.sleep(60)", 128 + signal.SIGQUIT),
     ],
 )
 def test_one_that_ends_by_itself_or_is_asked_to_is_not_started_again(tmp_path: Path, last: str, code: int) -> None:
@@ -167,3 +179,88 @@ def train(supervisor):
     return asyncio.run(run())
 """
     assert ended(tmp_path, train)[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_request_to_stop_while_there_is_no_control_plane_is_not_lost(tmp_path: Path, number: signal.Signals) -> None:
+    """Status -15: the signal came while the next control plane waited for its turn."""
+    train = """
+Restarts.died = lambda *_: print("dead", flush=True) or 600.0
+def train(supervisor):
+    starts()
+    supervisor.tell(here / "run")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    process = begun(tmp_path, train)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "dead\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, starts(tmp_path)) == (130, 1)
+    assert err == (
+        "staleflow: stopped while the control plane was dead; continue with: "
+        f"staleflow train --resume {tmp_path / 'run'}\n"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_control_plane_that_is_still_starting_is_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+    train = """
+def train(supervisor):
+    print("starts", flush=True)
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        return 130
+"""
+    process = begun(tmp_path, train)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(number)
+    assert process.wait(60) == 130
+
+
+def test_under_nohup_a_run_outlives_its_terminal(tmp_path: Path) -> None:
+    train = "signal.signal(signal.SIGHUP, signal.SIG_IGN)" + ASYNC
+    process = begun(tmp_path, train)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 3, "stopped by the second one, in good order"
+
+
+def test_a_control_plane_that_stands_still_is_named_killed_and_followed_by_another(tmp_path: Path) -> None:
+    train = """
+import asyncio
+from staleflow.runtime import watchdog
+from staleflow.runtime.local import supervisor as module
+watchdog.FIRST_LOST_S = watchdog.FIRST_S = watchdog.LATE_S = module.HUNG_S = module.BEAT_S = 0.1
+
+def train(supervisor):
+    async def run():
+        supervisor.tell(here / "run")
+        supervisor.attend(print, print)
+        await asyncio.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if supervisor.deaths:
+        print(*supervisor.deaths, flush=True)
+        return 4
+    asyncio.run(run())
+"""
+    code, out, err = ended(tmp_path, train)
+    assert (code, out) == (4, "stood still\n")
+    assert err.startswith("staleflow: the control plane has not moved for ")
+
+
+@pytest.mark.parametrize(("said", "late"), [(b"moves\n", 1), (b"moves\nleaves\n", 0), (b"/a/run\n", 0)])
+def test_only_a_control_plane_that_attends_can_be_late(said: bytes, late: int) -> None:
+    told, tells = os.pipe()
+    watch = Watch(0, told, -1)
+    os.write(tells, said)
+    assert watch.heard()
+    assert len(watch.watchdog.look(time.monotonic() + 1000)) == late
+    os.close(tells)
+    assert not watch.heard()
+    os.close(told)
