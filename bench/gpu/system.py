@@ -15,6 +15,7 @@ left out, or bound + 1 of them. Bound 0 with whole batches is the synchronous lo
 import argparse
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,25 @@ def cell(
     return {"steps": steps, **observed(folder, bound, instances), "card_busy": sampled.percent}
 
 
+def picture(found: Mapping[str, Any]) -> str:
+    """How busy the card was, by its own count, from the start of each run to its end."""
+    rows = {name: row["card_busy"] for name, row in found.items() if row.get("card_busy")}
+    longest, parts = max(map(len, rows.values()), default=1), list[str]()
+    for at, (name, percent) in enumerate(rows.items()):
+        base = 75 + 80 * at
+        line = " ".join(f"{10 + 700 * x / longest:.1f},{base - each / 2:.1f}" for x, each in enumerate(percent))
+        parts.append(
+            f'<text x="10" y="{base - 56}">{name}: {len(percent) / 4:.0f} s, kernels 0 to 100 % of the time</text>'
+        )
+        parts.append(f'<polyline points="{line}" fill="none" stroke="#4c78a8"/>')
+    style = f'font-family="sans-serif" font-size="12" width="720" height="{80 * len(rows) + 10}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {style}>{"".join(parts)}</svg>\n'
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, help="file of results, read to resume")
+    parser.add_argument("--picture", type=Path, help="how busy the card was, over time")
     parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir()) / "staleflow-system")
     parser.add_argument("--workload", choices=[*STEPS], default="skewed")
     parser.add_argument("--shape", default="qwen-0.5b")
@@ -83,6 +100,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         results.measure(
             name, lambda at=(bound, consume, steps), f=folder: cell(f, f"{at[0]}-{at[1]}", words, *at, given.instances)
         )
+    if given.picture is not None:
+        given.picture.write_text(picture(results.found))
     return results.found
 
 
