@@ -232,8 +232,7 @@ def test_what_is_left_out_is_counted_and_said(folder: Path, tmp_path: Path) -> N
     task = opened(folder, path, f"data.held_out={tmp_path / 'held.jsonl'}", "data.max_prompt_tokens=8")
     assert (task.size, task.left_out) == (20, 1)
     assert task.about() == (
-        "20 problems to train on, 1 held out; "
-        "1 are left out: 1 longer than data.max_prompt_tokens=8 (the longest: 9)"
+        "20 problems to train on, 1 held out; 1 are left out: 1 longer than data.max_prompt_tokens=8 (the longest: 9)"
     )
 
 
