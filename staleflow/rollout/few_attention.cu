@@ -8,7 +8,8 @@ struct Attention : Products {
     int length = lane < step.rows ? step.positions[lane] + 1 : 0, all = length;
     for (int lanes = 1; lanes < 32; lanes *= 2) all += across(all, lanes);
     int limit = over(step.rows * KV_HEADS, GRID) * GRID;
-    int chunk = most(CHUNK, over(over(all * KV_HEADS, 128), 128) * 128), pieces, items;  // at most 128 pieces: see join
+    constexpr int PIECES = GRID < 128 ? GRID : 128;  // as many as join can look at
+    int chunk = most(CHUNK, over(over(all * KV_HEADS, PIECES), 128) * 128), pieces, items;
     for (;; chunk += 128) {
       items = pieces = over(length, chunk);
       for (int lanes = 1; lanes < 32; lanes *= 2) items += across(items, lanes);
