@@ -40,6 +40,7 @@ from typing import Any
 from staleflow.config import Config
 from staleflow.coordinator import routing
 from staleflow.coordinator.cost import CostModel
+from staleflow.coordinator.strategies import ROUTING
 from staleflow.frames import Frames
 from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
@@ -251,6 +252,7 @@ class Clock:
         originals = [(owner, name, getattr(owner, name)) for _, owner, name in watched]
         for part, owner, name in watched:
             setattr(owner, name, self.timed(part, getattr(owner, name)))
+        ROUTING._loaded.clear()  # it keeps the functions of the repeat before
         try:
             yield
         finally:

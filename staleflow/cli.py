@@ -4,6 +4,7 @@ What cannot be done is refused in one line, with exit code 2; why a run got stuc
 """
 
 import argparse
+import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     words = sys.argv[1:] if arguments is None else arguments
     # Only what is needed is imported: a command should say soon what it does.
+    if not words or not words[0].startswith("-"):
+        check_command(parser, words)
     for name in words[:1] if words and words[0] in COMMANDS else COMMANDS:
         import_module(f"staleflow.commands.{name}").add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
@@ -43,6 +46,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if rest:  # argparse takes one run of positional arguments; between options there may be more
         options.words += rest
     return options
+
+
+def check_command(parser: Parser, words: Sequence[str]) -> None:
+    if not words:
+        parser.error(f"no command is given: staleflow train begins a first run; others: {', '.join(COMMANDS[1:])}")
+    if words[0] not in COMMANDS:
+        near = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        instead = f"write {near[0]}" if near else f"choose one of {', '.join(COMMANDS)}"
+        parser.error(f"invalid choice: {words[0]!r} is not a command: {instead}")
 
 
 def refused(error: StaleFlowError) -> int:

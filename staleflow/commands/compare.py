@@ -124,6 +124,8 @@ def show(comparison: Comparison, rows: Sequence[Row], notes: Sequence[str]) -> N
         f"{len(comparison.seeds)} seeds, {setting.gpus} GPUs, split {splits}. "
         f"No-bubble limit: {comparison.limit:,.0f} tokens/s."
     )
+    if any(policy.colocated for policy in comparison.policies):
+        notes = ("synchronous uses all GPUs for both in turn, so its GPUs are counted twice", *notes)
     for note in notes:
         out.print(f"Note: {note}.")
     for bound in comparison.bounds:

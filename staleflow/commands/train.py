@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,7 @@ def train(
     """Everything heavy happens in here. ``held``: until when a new run directory is owned."""
     from staleflow.tasks.opening import first_problem, model_folder, open_source, open_task
 
+    began = time.monotonic()
     out = sys.stderr if quiet else sys.stdout
     again = supervisor is not None and supervisor.run is not None
 
@@ -179,7 +181,8 @@ def train(
         print(f"staleflow: {directory.summary} cannot be written ({error.strerror})", file=sys.stderr)
     if not quiet:
         with suppress(OSError):  # the terminal is gone
-            print(summary_text(summary, directory), flush=True)
+            took = f"this command took {time.monotonic() - began:.0f} s, with start, evaluations and checkpoints"
+            print(f"{summary_text(summary, directory)}\n{took}", flush=True)
     return summary
 
 
@@ -187,17 +190,17 @@ def dry_run(config: Config, machine: Machine, as_json: bool) -> None:
     """Print the plan, also of what does not fit and is then refused, and what of the data could be trained on."""
     from staleflow.tasks.opening import open_source, open_task, text_folder
 
-    needs, task = estimate(config, machine), None
+    needs, facts = estimate(config, machine), None
+    if not as_json:
+        print(needs.text(), flush=True)
     if needs.problem is None:
         check(config, machine)
-    if (folder := text_folder(config.model, config.cache)) is not None:  # otherwise the first run makes its tokenizer
+    about = f"not counted: the first run makes the tokenizer of {config.model}"
+    if (folder := text_folder(config.model, config.cache)) is not None:
         source = open_source(config.data, config.seed)
         task = open_task(config.data, source, folder, config.seed, config.evaluation.problems)
-    if as_json:
-        print(json.dumps(needs.facts() | {"data": task.facts() if task is not None else None}))
-        return
-    about = task.about() if task is not None else f"not counted: the first run makes {config.model}"
-    print(f"{needs.text()}\n\ndata: {about}")
+        about, facts = task.about(), task.facts()
+    print(json.dumps(needs.facts() | {"data": facts}) if as_json else f"\ndata: {about}")
 
 
 async def try_reward(reward: Reward, problem: Problem) -> None:

@@ -7,7 +7,7 @@
 
 Decisions that commanded nothing are left out. The log is bounded: a file that has reached ``MOST_BYTES`` becomes
 ``decisions.1.jsonl`` and replaces the one before it. Lines reach the file every few seconds, many at once because that
-is cheaper; so a run that is killed lacks its last ones. On a full disk (``on_trouble`` hears of it once) the latest
+is cheaper; so a run that is killed lacks its last ones. On a full disk (``on_trouble`` is called once) the latest
 ``MOST_WAITING`` wait in memory until there is room.
 """
 

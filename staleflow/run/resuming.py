@@ -30,18 +30,22 @@ class Outlook:
     checkpoint: Path | None
     finished: bool
     """Whether there is nothing left to do: no step, no checkpoint, no evaluation, no summary."""
+    more: str
+    """How to train on."""
 
     def text(self) -> str:
         run = self.directory.path
         if self.finished:
-            return (
-                f"{run} has made {self.made} of {self.steps} steps: nothing is left to do, and nothing was changed. To "
-                f"train on: staleflow train --resume {run} steps={2 * self.made}"
-            )
+            made = f"all its {self.made} steps" if self.made == self.steps else f"{self.made} steps already"
+            return f"{run} has made {made}: nothing is left to do, and nothing was changed. To train on: {self.more}"
         sources = [f"checkpoint {self.checkpoint.name}"] if self.checkpoint is not None else []
         sources += ["the journal"] if self.directory.journals else []
         left = max(0, self.steps - self.made)
-        what = f"{left} are left" if left else "its end is left: checkpoint, evaluation and summary"
+        what = (
+            f"{left} {'is' if left == 1 else 'are'} left"
+            if left
+            else "its end is left: checkpoint, evaluation and summary"
+        )
         return f"resumes {run}: {self.made} of {self.steps} steps are made, {what}; from {' and '.join(sources)}"
 
 
@@ -60,7 +64,10 @@ def outlook(directory: RunDirectory, config: Config) -> Outlook:
         and not directory.running
         and not wrong_with(checkpoint)
     )
-    return Outlook(directory, saved if finished else max(saved, logged), config.steps, checkpoint, finished)
+    more = f"staleflow train --resume {directory.path} steps={2 * max(1, saved)}"
+    if config.training.schedule != "constant":  # of which the number of steps is a part
+        more = f"a new run, with model={checkpoint}"
+    return Outlook(directory, saved if finished else max(saved, logged), config.steps, checkpoint, finished, more)
 
 
 def _ended_at(directory: RunDirectory) -> int | None:

@@ -48,9 +48,9 @@ class Settings:
     cycle_s: float = 0.5
     """At most one decision in this time."""
     instance_timeout_s: float = 60.0
-    """An instance that has not been heard of for so long is taken for dead."""
+    """An instance that has been silent for this long counts as dead."""
     stall_s: float = 3600.0
-    """Without any news for so long, the run ends with an error that says what it waits for."""
+    """Without any news for this long, the run ends with an error that says what it waits for."""
     reward_timeout_s: float = 120.0
     reward_tries: int = 3
     pull_s: float = 1.0
@@ -58,7 +58,7 @@ class Settings:
 
 
 class StalledError(RunError):
-    """Nothing has happened for so long that nothing will; the message says what the run waits for."""
+    """Nothing has happened for a long time, and nothing will; the message says what the run waits for."""
 
     exit_code = 1
 
@@ -106,8 +106,8 @@ class ControlPlane:
         done = asyncio.create_task(self._done.wait(), name=f"run waits for version {steps}")
         tasks = {
             done,
-            asyncio.create_task(self._decide_for_ever(), name="coordinator waits for something to decide"),
-            asyncio.create_task(self._watch_for_ever(), name="watch over instances"),
+            asyncio.create_task(self._keep_deciding(), name="coordinator waits for something to decide"),
+            asyncio.create_task(self._keep_watching(), name="watch over instances"),
         }
         try:
             self._changed()
@@ -235,7 +235,7 @@ class ControlPlane:
         self._changed()
 
     def _pulled(self, member: Member) -> None:
-        """An instance may hold a version before the trainer's word of it is here. Until then it counts as holding the
+        """An instance may hold a version before the trainer has announced it. Until then it counts as holding the
         newest that is known, which is never too young."""
         version = min(member.seen, self.ledger.version)
         if version > member.version:
@@ -278,7 +278,7 @@ class ControlPlane:
 
     # Decisions
 
-    async def _decide_for_ever(self) -> None:
+    async def _keep_deciding(self) -> None:
         while True:
             await self._work.wait()
             self._work.clear()
@@ -362,7 +362,7 @@ class ControlPlane:
         self._changed()
 
     def _drop(self, trajectories: Iterable[Trajectory]) -> None:
-        """Tell the instances that these are wanted no more."""
+        """Tell the instances to drop these."""
         by_instance: dict[str, list[Trajectory]] = {}
         for each in trajectories:
             if each.instance in self.members:
@@ -397,8 +397,8 @@ class ControlPlane:
             held = [self.members[peer.instance].version for peer in group.members if peer.instance in self.members]
             self.server.renew(group, max(group.version, min(held)))
 
-    async def _watch_for_ever(self) -> None:
-        """Nobody reports that it is dead: look, and do not wait for ever for something that will not come."""
+    async def _keep_watching(self) -> None:
+        """No instance reports its own death, and a stalled run does not report itself: look for both."""
         news_at = self._now()
         while True:
             await asyncio.sleep(self.settings.instance_timeout_s / 4)

@@ -1,4 +1,4 @@
-"""The instances as the control plane knows them: what was last heard of each, and the commands that cannot show yet.
+"""The instances as the control plane knows them: their latest reports, and the commands that these cannot show yet.
 
 A state says which command it was taken after. Commands with a higher number are counted on top of it (the speculative
 state), so a decision never forgets what was decided a moment ago, however late instances are heard.
@@ -51,7 +51,7 @@ class Member:
     touched: bool = True
     """Whether a command or a report has changed what its row should show."""
     lost: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
-    """What it held when it was taken for dead; to be dropped there should it come back."""
+    """What it held when it was declared dead; to be dropped there if it comes back."""
     seen: int = -1
     """The version it has reported to hold; -1 before its first pull."""
     version: int = -1
@@ -85,6 +85,11 @@ class Member:
             self.residents.pop(each.name, None)
         self.forget([(each.name, each.epoch) for each in trajectories])
 
+    def left(self, name: str, epoch: int) -> None:
+        """A trajectory is not there any more; unless it was sent there again since."""
+        if (trajectory := self.residents.get(name)) is not None and trajectory.epoch == epoch:
+            del self.residents[name]
+
     def pull(self, version: int) -> None:
         self.pulling = version
         self.port.send(PullWeights(self._next(), version))
@@ -94,7 +99,7 @@ class Member:
         self.port.send(Drop(self._next(), list(names)))
 
     def revive(self, heard: Heard, newest: int) -> None:
-        """It is heard of again. The same incarnation still holds what was taken from it."""
+        """It reports again. The same incarnation still holds what was taken from it."""
         if heard.incarnation == self.incarnation:
             if self.lost:
                 self.forget(self.lost)

@@ -28,7 +28,7 @@ class Scoring:
         self._tries = tries
         self._give_up = give_up
         self.on_answer: Callable[[float], None] = lambda _seconds: None
-        """Told how long each answer took."""
+        """Called with the seconds that each answer took."""
         self._asked: dict[str, _Asked] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -62,7 +62,7 @@ class Scoring:
             self._give_up(asked.trajectory, why)
 
     def close(self) -> None:
-        """Wait for no answer any more: those that come are no news."""
+        """Stop waiting: answers that still come are ignored."""
         self._asked.clear()
         if self._timer is not None:
             self._timer.cancel()

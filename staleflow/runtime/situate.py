@@ -19,7 +19,7 @@ from staleflow.servers.lifecycle import Trajectory
 from staleflow.servers.trajectories import TrajectoryServer
 
 MOST_QUEUED = 4096
-"""One decision looks at no more trajectories than this, so that it takes tens of milliseconds; the next one goes on."""
+"""One decision looks at no more trajectories than this: it takes tens of milliseconds, and the next one continues."""
 
 
 LEVELLING_S = 5.0

@@ -15,7 +15,7 @@ that was admitted is ever refused for lack of memory, and the limit is never exc
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NamedTuple
@@ -167,11 +167,12 @@ class Payloads:
             self.claimed -= held.limit - held.size
             held.limit = 0
 
-    def drop(self, name: str) -> None:
-        """Its memory is free."""
-        held = self._held.pop(name)
-        self.bytes -= held.size
-        self.claimed -= held.limit or held.size
+    def drop(self, names: Iterable[str]) -> None:
+        """Their memory is free."""
+        for name in names:
+            held = self._held.pop(name)
+            self.bytes -= held.size
+            self.claimed -= held.limit or held.size
 
     # What is held, as arrays on the same memory
 

@@ -178,7 +178,8 @@ class TrajectoryServer(Book):
         if trajectory is None or trajectory.state != "generated":
             return None
         self._record(("score", name, reward))
-        return self.occupy(trajectory.group)
+        group = trajectory.group
+        return self.occupy(group) if group.scored >= group.needed else None
 
     def occupy(self, group: Group) -> tuple[Group, list[Trajectory]] | None:
         """Complete the group if enough members are scored: after a score, or where a crash came right after one."""

@@ -62,15 +62,13 @@ class TaskSet:
         size = "endless problems" if self.size is None else f"{self.size:,} problems"
         why: list[str] = []
         if isinstance(self.prompts, DataPrompts):
-            limit, longest = self.max_prompt_tokens, self.prompts.longest
-            if self.prompts.too_long:
-                long = (
-                    f"{self.prompts.too_long:,} longer than data.max_prompt_tokens={limit} (the longest: {longest:,})"
-                )
-                why.append(long)
-            if self.prompts.empty:
-                why.append(f"{self.prompts.empty:,} empty")
-        out = f"; {self.left_out:,} are left out: {', '.join(why)}" if why else ""
+            long, empty, longest = self.prompts.too_long, self.prompts.empty, self.prompts.longest
+            if long:
+                limit = f"data.max_prompt_tokens={self.max_prompt_tokens}"
+                why.append(f"{long:,} longer than {limit} (the longest has {longest:,})")
+            if empty:
+                why.append(f"{empty:,} empty")
+        out = f"; left out: {', '.join(why)}" if why else ""
         return f"{size} to train on, {len(self.held_out):,} held out{out}"
 
     def facts(self) -> dict[str, int | None]:

@@ -51,8 +51,8 @@ from staleflow.types import (
 from staleflow.workers.link import Gone, Link
 from staleflow.workers.meter import Meter
 
-BEAT_S = 0.06
-"""A busy instance reports at most once between two beats, the multiples of this time by the machine's clock: what
+TICK_S = 0.06
+"""A busy instance reports at most once between two ticks, the multiples of this time by the machine's clock: what
 finishes meanwhile is reported together, and all instances report at about the same time."""
 STREAM_S = 2.0
 """How often the tokens of unfinished trajectories are reported: a crash loses only younger ones."""
@@ -245,10 +245,10 @@ def serve(worker: RolloutWorker, link: Link, clock: Callable[[], float] = time.m
     """By a control plane that has taken over."""
     try:
         while True:
-            beat = clock() // BEAT_S
-            if everything or (worker.urgent and (beat > reported_in or not engine.busy)):
+            tick = clock() // TICK_S
+            if everything or (worker.urgent and (tick > reported_in or not engine.busy)):
                 link.send(meter.report(everything, asked))
-                reported_in = beat
+                reported_in = tick
                 streamed_at = clock() if everything else streamed_at
                 asked = False
             wait = 0.0 if engine.busy else IDLE_S

@@ -329,7 +329,7 @@ async def test_a_response_that_is_too_old_for_its_group_does_not_end_the_run_whe
     await world.begin()
     world.finish_and_score("p0/0", "p1/0")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.server, "_within", lambda _group, _spans: False)
+        patch.setattr(world.server, "_checked", lambda *_: None)
         world.finish("p2/0")
     assert world.server.trajectories["p2/0"].state == "queued"
     assert "p2/0" not in world.control.members["i0"].residents

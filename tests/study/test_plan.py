@@ -81,8 +81,8 @@ def test_no_cap_cuts_off_more_than_a_few_responses() -> None:
 def test_a_split_that_loses_is_not_taken() -> None:
     """It was called a turn that is taken, with a loss of 6 %."""
     for training_gpus in (6, 8, 10):
-        setting = replace(BASE, instances=14 - training_gpus, training_gpus=training_gpus)
-        split = make_plan(setting, Search(most_staleness=2, most_groups=8, least_tokens=10**9)).turns[0]
+        setting = replace(BASE, instances=14 - training_gpus, training_gpus=training_gpus, group_size=2, staleness=0)
+        split = make_plan(setting, Search(most_staleness=0, most_groups=8, least_tokens=10**9)).turns[0]
         assert split.gain >= 0
         assert split.taken == (split.value != training_gpus)
 

@@ -1,8 +1,8 @@
 """An event loop that is woken up at most once in a moment: whatever comes within it is handled together.
 
 The control plane does little for each message, and most of what a message costs is to wake up a process whose code and
-data have left the caches meanwhile. Moments begin ``DELAY_S`` after the beats at which instances report
-(``BEAT_S`` in ``workers/rollout.py``; processes of one machine have one clock), so that the reports of all instances
+data have left the caches meanwhile. Moments begin ``DELAY_S`` after the ticks at which instances report
+(``TICK_S`` in ``workers/rollout.py``; processes of one machine have one clock), so that the reports of all instances
 are there, and are decided on, in one wake-up. What comes after a pause is handled at once; what comes later waits for
 the next moment, except from those that ``hurry`` names and from other threads. ::
 
@@ -18,15 +18,15 @@ from contextlib import suppress
 from selectors import EVENT_READ, DefaultSelector, SelectorKey
 from typing import Any, TypeVar
 
-from staleflow.workers.rollout import BEAT_S
+from staleflow.workers.rollout import TICK_S
 
 DELAY_S = 0.01
-"""Of a moment behind the beat: an instance reports when its decoding step is done."""
+"""Of a moment behind the tick: an instance reports when its decoding step is done."""
 T = TypeVar("T")
 
 
 class PatientSelector(DefaultSelector):
-    def __init__(self, moment_s: float = BEAT_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, moment_s: float = TICK_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._moment_s = moment_s
         self._clock = clock

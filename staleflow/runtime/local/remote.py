@@ -83,7 +83,7 @@ class RemoteTrainer:
         self._sent = 0
 
     def made(self, version: int) -> None:
-        """It is safe, whoever says so and however late."""
+        """The version is safe. May be called late and again."""
         self.version = max(self.version, version)
         self.news.set()
 
@@ -112,8 +112,8 @@ class RemoteTrainer:
         return handled >= self._sent
 
     def _send(self, message: msgspec.Struct, kind: str = "", what: str = "", size: float = 1.0) -> None:
-        """To one that is not ready nothing is said: it takes a dead one's place, and what that one was told in part
-        would be taken for the whole. Once it is ready it is reset, and told everything again."""
+        """A trainer that is not ready is sent nothing: it replaces a dead one, and would take the rest of what that one
+        was sent for the whole. Once it is ready it is reset, and sent everything again."""
         child = self._crew.children["trainer"]
         if not child.ready.is_set():
             return

@@ -63,14 +63,14 @@ from staleflow.servers.made import rows_of
 from staleflow.servers.weights import claim, standby_of
 from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
 from staleflow.types import Evaluate
-from staleflow.workers.rollout import BEAT_S
+from staleflow.workers.rollout import TICK_S
 
 __all__ = ["LocalRun", "RunError"]
 
 START_S = 300.0
 ADOPTED_S = 10.0
 """An instance of an earlier control plane that has not answered after this time is replaced."""
-CYCLE_S = BEAT_S
+CYCLE_S = TICK_S
 """Between two decisions: the event loop is woken up this often (``patience``), and all that has come is decided on."""
 
 
@@ -117,8 +117,8 @@ class LocalRun:
         self.training = False
         self.started = False
         """Whether every process is ready."""
-        self.doing = "starts its processes"
-        """What it does when it does not train."""
+        self.doing = ""
+        """What it does when it has started and does not train."""
         self.in_place = False
         """Whether this continues with processes of a control plane that died."""
         self._supervisor = supervisor
@@ -141,8 +141,8 @@ class LocalRun:
             for each in requested:
                 self.loop.add_signal_handler(each, self._signalled, each)
             beside = [
-                self._beside(self.watching.show_forever(), "view"),
-                self._beside(self.watching.forever(), "watch"),
+                self._beside(self.watching.keep_showing(), "view"),
+                self._beside(self.watching.keep_watching(), "watch"),
             ]
             if self._supervisor is not None:
                 self._supervisor.tell(self.directory.path)
@@ -171,7 +171,6 @@ class LocalRun:
         limit_s = None if self.in_place else START_S  # a trainer at work comes when it has finished
         await self.crew.within(self._start(), "start of all processes", limit_s)
         self.started = True
-        self.doing = "makes steps again"
         self.crew.optional.add("evaluator")
         await self._make_again()
         if not self.in_place or not self.server.ledger.version:
@@ -179,12 +178,17 @@ class LocalRun:
         else:
             self._ask_if_due(self.server.ledger.version)  # the evaluator may have died with who asked it
         await self._train()
-        self.doing = "saves the last checkpoint"
+        self._now("saves the last checkpoint")
         await self.rescue.save_last()
         await self._evaluate()
 
+    def _now(self, doing: str) -> None:
+        """What it does now, shown at once."""
+        self.doing = doing
+        self.show(self)
+
     def _beside(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Something that runs as long as the run does; if it cannot, that is a mistake of ours, and ends it."""
+        """Something that runs as long as the run does; if it cannot, that is a bug, and ends it."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -371,6 +375,7 @@ class LocalRun:
         while (step := self.trainer.version) < self.server.ledger.version:
             if self.interrupted:
                 raise Interrupted(f"stopped by {self.stopped_by} while steps were made again: nothing is lost")
+            self._now(f"makes step {step} again")
             if (made := self.server.made.get(step)) is None:
                 raise RunError(f"the trainer is at version {step}, and the journal does not have this step: resume")
             self.trainer.news.clear()
@@ -424,7 +429,7 @@ class LocalRun:
         """Of the version that is there now; whatever the evaluator was asked before is answered first."""
         version = self.server.ledger.version
         if not self.interrupted and not any(each[0] == version for each in self.record.accuracy):
-            self.doing = f"evaluates version {version} on {len(self.task.held_out)} held-out problems"
+            self._now(f"evaluates version {version} on {len(self.task.held_out)} held-out problems")
             self.evaluations.ask(version)
             await self.crew.within(self.evaluations.settled(version), "evaluation")
 
@@ -435,7 +440,7 @@ class LocalRun:
 
     def _send_evaluate(self, now: bool) -> None:
         child = self.crew.children["evaluator"]
-        if child.ready.is_set():  # the one that takes its place is asked when it is
+        if child.ready.is_set():  # another one is asked when it is ready
             self.watchdog.asked("evaluator", "evaluate", "evaluation", self.loop.time())
             child.send(Evaluate(now))
 
@@ -459,7 +464,7 @@ class LocalRun:
 
 
 def _add(error: Exception, what: str) -> None:
-    """To its message, or below its traceback if it is a mistake of ours."""
+    """To its message, or below its traceback if it is a bug."""
     if isinstance(error, StaleFlowError):
         error.args = (f"{error}; {what}",)
     else:

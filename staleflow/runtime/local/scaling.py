@@ -1,4 +1,4 @@
-"""More or fewer rollout instances while a run goes on, as ``staleflow scale`` asks for.
+"""More or fewer rollout instances while a run is alive, as ``staleflow scale`` asks for.
 
     scaling = Scaling(run)
     for name in scaling.begin(found=[]): run.start_instance(name)
@@ -85,7 +85,7 @@ class Scaling:
             answer = await self._scale(request.values.get("rollout"))
         except (StaleFlowError, OSError) as error:
             answer: dict[str, Any] = {"error": str(error)}
-        except Exception as error:  # a mistake of ours
+        except Exception as error:  # a bug
             self._run.crew.fail(error)
             return
         with suppress(OSError):  # whoever asked hears that nothing came

@@ -32,10 +32,10 @@ def status_of(run: LocalRun) -> Status:
         tokens_trained=record.tokens_trained,
         tokens_wasted=record.tokens_wasted,
         trained_tokens_per_s=record.tokens_trained / seconds if seconds else 0.0,
-        trainer_idle=record.trainer_idle_s / seconds if seconds else 0.0,
+        trainer_idle=record.trainer_idle_s / seconds if seconds and record.rewards else None,
         trainer_doing=_trainer(run),
         doing="" if run.training else _doing(run),
-        control_overhead=run.time.control_share,
+        control_overhead=run.time.control_share if record.rewards else None,
         groups_ready=counts["complete"],
         groups_in_flight=counts["live"] - counts["complete"] - counts["leased"],
         instances=tuple(_instance(run, name) for name in run.instances),
@@ -56,8 +56,10 @@ def _trainer(run: LocalRun) -> str:
 
 
 def _doing(run: LocalRun) -> str:
+    if run.started:
+        return run.doing
     waits = [name for name, child in run.crew.children.items() if not child.ready.is_set()]
-    return run.doing if run.started or not waits else f"{run.doing}: waits for {', '.join(waits)}"
+    return f"starts its processes: waits for {', '.join(waits)}" if waits else ""
 
 
 def _instance(run: LocalRun, name: str) -> InstanceStatus:
@@ -66,7 +68,7 @@ def _instance(run: LocalRun, name: str) -> InstanceStatus:
     member = run.control.members.get(name)
     return InstanceStatus(
         name=name,
-        version=state.version,
+        version=state.version if state.version >= 0 else None,
         running=state.running,
         waiting=state.waiting,
         kv_used=state.kv_used,

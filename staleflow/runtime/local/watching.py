@@ -2,7 +2,7 @@
 
 watching = Watching(run)
 crew = Crew(..., on_death=watching.death)
-await watching.forever()
+await watching.keep_watching()
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VIEW_S = 0.25
 QUIET_S = 15.0
 """Without a token, a reward or a version for this long, the run says what it waits for."""
 STALL_S = 1800.0
-"""And for this long, it ends. Every process may work and the run stand still all the same: that is a mistake of ours,
+"""And for this long, it ends. Every process may work and the run stand still all the same: that is a bug,
 and not one to wait for in silence."""
 
 
@@ -51,7 +51,7 @@ class Watching:
         elif role == "evaluator" and pause_s is None:
             run.evaluations.end(f"the evaluator {how}{words} (see {child.log})")
 
-    async def forever(self) -> None:
+    async def keep_watching(self) -> None:
         run = self._run
         while True:
             await asyncio.sleep(run.watchdog.interval_s)
@@ -65,7 +65,7 @@ class Watching:
             self.disk()
             self.moves(run.loop.time())
 
-    async def show_forever(self) -> None:
+    async def keep_showing(self) -> None:
         while True:
             began = time.process_time()
             self._run.show(self._run)
@@ -73,7 +73,7 @@ class Watching:
             await asyncio.sleep(VIEW_S)
 
     def disk(self) -> None:
-        """The journal holds back whatever rests on what it cannot write, so a run on a full disk pauses by itself."""
+        """The journal holds back whatever rests on what it cannot write, so a run on a full disk pauses."""
         trouble = self._run.journal.trouble or self._run.steps.trouble
         if trouble and not self._paused:
             self._run.failed("disk", "not written", f"paused: {trouble}")

@@ -63,7 +63,7 @@ def test_two_messages_within_a_moment_do_not_wake_the_process_twice(pairs: list[
     selector.now += 0.1
     selector.meanwhile = lambda: (to_b.send(b"3"), None)[1]
     assert readable(selector) == {a, b}
-    assert selector.now == pytest.approx(100.5 + DELAY_S)  # where the beats are, not the message
+    assert selector.now == pytest.approx(100.5 + DELAY_S)  # where the ticks are, not the message
 
 
 def test_what_comes_after_a_pause_is_not_delayed(pairs: list[Pair], selector: Patient) -> None:
