@@ -40,6 +40,7 @@ from typing import Any
 from staleflow.config import Config
 from staleflow.coordinator import routing
 from staleflow.coordinator.cost import CostModel
+from staleflow.coordinator.strategies import ROUTING
 from staleflow.frames import Frames
 from staleflow.protocol import StalenessLedger
 from staleflow.reward.pool import PoolPort, RewardPool
@@ -50,7 +51,6 @@ from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.local.link import Channel, SocketLink
 from staleflow.runtime.local.patience import run_patiently
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
-from staleflow.runtime.local.run import CYCLE_S
 from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Limits, Payloads
@@ -252,6 +252,7 @@ class Clock:
         originals = [(owner, name, getattr(owner, name)) for _, owner, name in watched]
         for part, owner, name in watched:
             setattr(owner, name, self.timed(part, getattr(owner, name)))
+        ROUTING._loaded.clear()  # it keeps the functions of the repeat before
         try:
             yield
         finally:
@@ -283,7 +284,7 @@ class Bench:
         trainer = RemoteTrainer(peer, self.server, 0)  # type: ignore[arg-type]
         pool = RewardPool(config.reward, self._scored, self._failed, None, "adder")
         cost = CostModel(0.003, 0.003, 3e-5, 0.0, 1e-8, 1e-5)
-        settings = Settings(config.strategies, cost, cycle_s=CYCLE_S, pull_s=0.1)
+        settings = Settings(config.strategies, cost, cycle_s=0.0, pull_s=0.1)
         self.control = ControlPlane(
             settings, self.server, HeldTrainer(trainer, self.outbox), self._rewards(pool), self.prompts
         )
@@ -305,6 +306,7 @@ class Bench:
         try:
             await pool.start()
             peer.channel = await opened(pairs[0][0], from_trainer)
+            peer.channel.hurry()
             for at, (ours, _) in enumerate(pairs[1:]):
                 await self._instance(f"i{at}", ours)
             await self._measured(seconds)
@@ -320,7 +322,7 @@ class Bench:
     def _rewards(self, pool: RewardPool) -> PoolPort:
         payloads = self.server.payloads
         assert payloads is not None
-        return PoolPort(pool, self.prompts.problem, payloads.token_bytes)
+        return PoolPort(pool, self.prompts.problem, payloads.bytes_of)
 
     async def _instance(self, name: str, end: socket.socket) -> None:
         peer = Peer(name)

@@ -26,6 +26,7 @@ from typing import Any
 from lanes import lanes
 from simulation_lab import Case, Lab, OutOfTimeError, Runs, Scale, against, teller
 from simulation_report import render
+from simulation_summary import DOCUMENT, write
 
 from staleflow.config.machine import cores
 from staleflow.simulate.cluster import Cluster
@@ -43,7 +44,6 @@ from staleflow.study.peers import (
     named,
 )
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "results" / "simulation.md"
 PREDICTED = {"On two CPU cores": "simulator_error.json", "On one GPU (H200)": "simulator_error_gpu.json"}
 """What ``simulator_error.py --json`` has measured, beside the document."""
 
@@ -315,10 +315,13 @@ def main() -> int:
         return 130
     if options.json:
         print(json.dumps(results, allow_nan=False))
+    elif options.write and (missing := [name for name in SECTIONS if not results.get(name)]):
+        print(f"{DOCUMENT.name} is left as it is: there is no {', '.join(missing)}", file=sys.stderr)
+        return 1
     else:
         text = render(results, (scale.seeds, scale.fewer_seeds), scale.steps, TUNING_SEED, options.quick)
         if options.write:
-            DOCUMENT.write_text(text)
+            write(text)
         else:
             print(text)
     return 0

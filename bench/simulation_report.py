@@ -1,4 +1,7 @@
-"""From the sections of ``simulation.py`` to the document: tables, and the targets with what was reached."""
+"""From the sections of ``simulation.py`` to the details of the document: tables, and the targets with what was reached.
+
+What stands before them, ``simulation_summary.py`` makes from these tables.
+"""
 
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
@@ -12,18 +15,18 @@ Row = dict[str, Any]
 
 TARGETS = {1: 1.30, 2: 1.20, 3: 1.10}
 """Ours, streamed, against the best bound-keeping peer as it ships: the mean over all settings, by bound."""
-OURS = "staleflow"
+OURS, BATCH = "staleflow", "staleflow+batch"
+TITLE, HOW, LOSES = "# Simulated results\n", "## How this was made\n", "Where asynchrony loses"
 WASTELESS = ("synchronous", "one_step", "window_wait", "psrl_default")
 
 
 def render(results: dict[str, Any], seeds: tuple[int, int], steps: int, tuning_seed: int, quick: bool) -> str:
     parts = [
-        "# Simulated results\n",
+        HOW,
         f"Made by `python bench/simulation.py --write` {made()}: {steps} steps, without the start, {seeds[0]} paired "
         f"seeds in the comparison and {seeds[1]} in the other sections, ± is half a 95 % confidence interval. Splits "
         f"are tuned for every policy with six runs under seed {tuning_seed}, which nothing is measured on. [The "
-        "simulator](../simulator.md) says what is modelled, what is assumed, and what each column means. Nothing here "
-        "is a measurement of a cluster; only the last section compares with real runs.\n",
+        "simulator](../simulator.md) says what is modelled, what is assumed, and what each column means.\n",
     ]
     if quick:
         parts.append("**This is `--quick`**: a quarter of the batch on a quarter of the GPUs, for a first look only.\n")
@@ -121,7 +124,7 @@ def targets(cells: list[Any]) -> list[str]:
 
     lines: list[list[str]] = []
     for bound in bounds:
-        ours, batch = [[row["vs_best_bounded"] for row in of(name, bound)] for name in (OURS, f"{OURS}+batch")]
+        ours, batch = [[row["vs_best_bounded"] for row in of(name, bound)] for name in (OURS, BATCH)]
         target = f"{TARGETS[bound]:.2f}" if bound in TARGETS else ""
         lines.append([f"bound {bound}: ours over the best bounded peer, mean", target, f"{fmean(ours):.2f}"])
         least = [wasteless(cell, bound) for cell in cells]
@@ -130,7 +133,7 @@ def targets(cells: list[Any]) -> list[str]:
         lines.append([f"bound {bound}: what the even ceiling would be over that peer, mean", "", f"{fmean(most):.2f}"])
         lines.append([f"bound {bound}: whole batches on both sides, mean", "1.02", f"{fmean(batch):.2f}"])
         lines.append([f"bound {bound}: whole batches on both sides, least", "0.98", f"{min(batch):.2f}"])
-        whole = [wasteless(cell, bound, f"{OURS}+batch") for cell in cells if has(cell, f"{OURS}+batch")]
+        whole = [wasteless(cell, bound, BATCH) for cell in cells if has(cell, BATCH)]
         figures = f"{fmean(whole):.2f}, {min(whole):.2f}"
         lines.append([f"bound {bound}: the same without `discard`, mean and least", "", figures])
         if bound == 2:
@@ -174,7 +177,7 @@ def overview(cells: list[Any]) -> list[str]:
             f"{cell['preset']}, {cell['lengths']}",
             ratios(cell, OURS),
             " / ".join(f"{wasteless(cell, bound):.2f}" for bound in sorted({row["staleness"] for row in cell["rows"]})),
-            ratios(cell, f"{OURS}+batch"),
+            ratios(cell, BATCH),
             ratios(cell, "window_wait+stream"),
             best(cell),
         ]
@@ -216,7 +219,7 @@ def ceilings(cells: list[Any]) -> list[str]:
         "the best share of the fleet, still without any cost of a pull; that they are never faster says that it is no "
         "use to keep long trajectories apart, because contexts slow each other. *Even*: one lane whose instances pull "
         "every version and prefill again what they hold. So 85 % of the law is out of reach for such a fleet wherever "
-        "*even* is below 85; `% even` in the tables below is of that.\n",
+        "*even* is below 85; `% even` in the tables above is of that.\n",
         table(names, lines),
     ]
 
@@ -301,7 +304,7 @@ def loses(section: Any) -> list[str]:
         "paper-32b on 4 GPUs, 16 groups a step, every response 1,000 tokens long. There is no tail to hide, and an "
         "instance takes 2 GPUs: the other 2 train for twice as long as all 4 would, while it has little to do.\n"
     )
-    return ["## Where asynchrony loses\n", text, table(names, rows)]
+    return [f"## {LOSES}\n", text, table(names, rows)]
 
 
 def killed(section: Any) -> list[str]:
@@ -333,8 +336,8 @@ def predicted(results: Any) -> list[str]:
 
 
 PARTS: dict[str, Callable[[Any], list[str]]] = {
-    "ceilings": ceilings,
     "comparison": comparison,
+    "ceilings": ceilings,
     "ablation": ablation,
     "chunks": chunks,
     "ready": ready,

@@ -4,15 +4,21 @@ What cannot be done is refused in one line, with exit code 2; why a run got stuc
 """
 
 import argparse
+import difflib
 import json
+import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from staleflow import __version__, caller
-from staleflow.commands import clean, compare, plan, profile, samples, scale, simulate, train
-from staleflow.commands.common import refuse
+from staleflow.commands.common import as_setting, refuse
 from staleflow.config.text import one_line
 from staleflow.errors import RunError, StaleFlowError
+from staleflow.runtime.local.supervisor import INTERRUPTED
+
+COMMANDS = ("train", "runs", "samples", "scale", "simulate", "compare", "plan", "profile", "doctor", "clean")
+"""Each is a module of ``staleflow.commands``, with ``add_parser``."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,14 +32,29 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="staleflow", description="RL post-training under a strict staleness bound.")
     parser.add_argument("--version", action="version", version=f"staleflow {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (train, samples, scale, simulate, compare, plan, profile, clean):
-        command.add_parser(commands)
+    words = sys.argv[1:] if arguments is None else arguments
+    # Only what is needed is imported: a command should say soon what it does.
+    if not words or not words[0].startswith("-"):
+        check_command(parser, words)
+    for name in words[:1] if words and words[0] in COMMANDS else COMMANDS:
+        import_module(f"staleflow.commands.{name}").add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
     if unknown := [each for each in rest if each.startswith("-") or "words" not in options]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; see staleflow {options.command} --help")
+        meant = as_setting(unknown[0]) if "words" in options else None
+        see = meant or f"see staleflow {options.command} --help"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {see}")
     if rest:  # argparse takes one run of positional arguments; between options there may be more
         options.words += rest
     return options
+
+
+def check_command(parser: Parser, words: Sequence[str]) -> None:
+    if not words:
+        parser.error(f"no command is given: staleflow train begins a first run; others: {', '.join(COMMANDS[1:])}")
+    if words[0] not in COMMANDS:
+        near = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        instead = f"write {near[0]}" if near else f"choose one of {', '.join(COMMANDS)}"
+        parser.error(f"invalid choice: {words[0]!r} is not a command: {instead}")
 
 
 def refused(error: StaleFlowError) -> int:
@@ -56,4 +77,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StaleFlowError as error:
         return refused(error)
     except KeyboardInterrupt:
-        return refuse("interrupted", train.INTERRUPTED)
+        return refuse("interrupted", INTERRUPTED)

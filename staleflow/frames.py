@@ -1,7 +1,7 @@
 """Messages in a stream of bytes: MessagePack behind its length, nothing that could run code.
 
-stream = framed(message, most=2**31)
-for message in Frames(Kind, most=2**31).feed(stream): ...
+stream = framed(message)
+for message in Frames(Kind).feed(stream): ...
 """
 
 import struct
@@ -10,12 +10,14 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 HEAD = 4
+MOST_BYTES = 2**31
+"""A longer message is refused before memory is taken for it."""
 Message = TypeVar("Message")
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def framed(message: Any, most: int) -> bytes:
+def framed(message: Any, most: int = MOST_BYTES) -> bytes:
     body = _encode(message)
     if len(body) >= most:
         raise ValueError(f"a message of {len(body):,} bytes is over the limit of {most:,}: make it smaller")
@@ -25,8 +27,7 @@ def framed(message: Any, most: int) -> bytes:
 class Frames(Generic[Message]):
     """Messages out of a stream that comes in pieces of any size."""
 
-    def __init__(self, kind: Any, most: int) -> None:
-        """``most``: a longer message is refused before memory is taken for it."""
+    def __init__(self, kind: Any, most: int = MOST_BYTES) -> None:
         self._decode = msgspec.msgpack.Decoder(kind).decode
         self._most = most
         self._held = bytearray()

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from staleflow.errors import ConfigError, line_of
 
@@ -52,6 +52,8 @@ def entries_of(module: str, *names: str) -> dict[str, Entry]:
 
 
 class Registry(Generic[AnEntry]):
+    all: ClassVar[list["Registry[Any]"]] = []
+
     def __init__(
         self,
         setting: str,
@@ -59,16 +61,20 @@ class Registry(Generic[AnEntry]):
         takes: Sequence[str],
         arguments: str | None = None,
         own: str = "module:function",
+        foreign: Mapping[str, str] | None = None,
     ) -> None:
         """``takes``: the positional arguments of every function. ``arguments``: the setting with further arguments for
-        the user's own; None: ``..._arguments``. ``own``: how the user's own is written."""
+        the user's own; None: ``..._arguments``. ``own``: how the user's own is written. ``foreign``: parameters that
+        only functions for another library have, each with what to say of it."""
         self.setting = setting
         self.arguments = arguments or f"{setting.rpartition('.')[2]}_arguments"
         self.entries = dict(entries)
         self.takes = tuple(takes)
         self.own = own
+        self.foreign = dict(foreign or {})
         self._kind = type(next(iter(self.entries.values())))
         self._loaded: dict[str, Callable[..., Any]] = {}
+        Registry.all.append(self)
 
     def key(self, name: str) -> str | None:
         """The built-in that a value names; None: it is the user's own, or unknown."""
@@ -84,7 +90,10 @@ class Registry(Generic[AnEntry]):
             return None
         plain = [key for key in self.entries if not key.startswith(".") and not key.endswith((":", "/"))]
         near = difflib.get_close_matches(name, plain, n=1, cutoff=0.7)
-        return f": write {near[0]}" if near else f": write one of {self.choices}"
+        section = self.setting.rpartition(".")[0]
+        beside = [each.setting for each in Registry.all if name in each.entries and each.setting.startswith(section)]
+        meant = f" ({name} is for {beside[0]})" if beside else ""
+        return f": write {near[0]}" if near and not meant else f": write one of {self.choices}{meant}"
 
     @property
     def choices(self) -> str:
@@ -135,24 +144,27 @@ class Registry(Generic[AnEntry]):
         """Refuse what cannot be used: a package that is missing, a function that cannot be imported or called."""
         key = self.key(name)
         if key is None:
-            self._check_call(name, self.load(name), arguments)
+            self.check_call(name, self.load(name), arguments)
         elif (needs := self.entries[key].needs) is not None and not _installed(needs):
             package = needs.replace("_", "-")
             how = self.entries[key].install or f"pip install {package}"
             raise ConfigError(f"{self.setting}={name} needs the package {package}: {how}")
 
-    def _check_call(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    def check_call(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        """Refuse a function that cannot be called as it will be, or that is written for another library."""
         try:
             signature = inspect.signature(function)
         except ValueError:  # some of those written in C have none
             return
+        wanted = ", ".join((*self.takes, *arguments))
+        short = name.rpartition(":")[2]
+        fix = f"write def __init__(self, {wanted})" if inspect.isclass(function) else f"write def {short}({wanted})"
+        for parameter in self.foreign.keys() & signature.parameters.keys():
+            raise ConfigError(f"{self.setting}={name} takes {parameter}, {self.foreign[parameter]}: {fix}")
         try:
             signature.bind(*self.takes, **arguments)
         except TypeError as error:
-            wanted = ", ".join((*self.takes, *arguments))
-            short = name.rpartition(":")[2]
-            fix = f"def __init__(self, {wanted})" if inspect.isclass(function) else f"def {short}({wanted})"
-            raise ConfigError(f"{self.setting}={name} cannot be called as it will be ({error}): write {fix}") from None
+            raise ConfigError(f"{self.setting}={name} cannot be called as it will be ({error}): {fix}") from None
 
     def _import(self, target: str, name: str) -> Callable[..., Any]:
         module, _, path = target.partition(":")

@@ -30,7 +30,10 @@ StepState = Literal["open", "ready", "stuck"]
 
 
 def token_count(spans: Spans) -> int:
-    return spans[0][1] if len(spans) == 1 else sum(count for _, count in spans)
+    total = 0
+    for _, count in spans:
+        total += count
+    return total
 
 
 @dataclass(frozen=True, slots=True)

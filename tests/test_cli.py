@@ -1,8 +1,11 @@
 """The command line as a person meets it."""
 
+from importlib import import_module
+from typing import Any
+
 import pytest
 
-from staleflow.cli import main
+from staleflow.cli import COMMANDS, main
 
 
 def test_train_without_arguments_has_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,3 +18,57 @@ def test_an_unknown_command_is_one_line_and_exit_code_2(capsys: pytest.CaptureFi
         main(["fly"])
     assert caught.value.code == 2
     assert "invalid choice: 'fly'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "no command is given: staleflow train begins a first run; others: runs, samples"),
+        (["trian"], "'trian' is not a command: write train"),
+        (["quantum"], "'quantum' is not a command: choose one of train, runs, "),
+    ],
+)
+def test_a_command_that_is_missing_or_misspelt(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_help_names_every_command_and_imports_only_the_one_that_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert all(f"\n    {name} " in printed for name in COMMANDS)
+    imported: list[str] = []
+
+    def watched(name: str) -> Any:
+        imported.append(name)
+        return import_module(name)
+
+    monkeypatch.setattr("staleflow.cli.import_module", watched)
+    main(["train", "--dry-run"])
+    assert imported == ["staleflow.commands.train"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--learning-rate", "1e-5"], "settings are written without dashes: training.learning_rate=VALUE"),
+        (["--learning_rate=1e-5"], "settings are written without dashes: training.learning_rate=1e-5"),
+        (["--gradient-accumulation-steps", "4"], "a step is always cut into micro-batches"),
+        (["--temperature", "1"], "temperature may be rollout.temperature or evaluation.temperature"),
+        (["--fly"], "see staleflow train --help"),
+    ],
+)
+def test_an_option_that_is_a_setting_says_how_it_is_written(
+    capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *words])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1

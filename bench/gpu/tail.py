@@ -10,8 +10,9 @@ in a first. Every result is written to the file at once, and what is there alrea
 """
 
 import argparse
-import json
 import math
+import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench.gpu.lab import Results
 from staleflow.rollout.builtin import EngineOptions, TorchEngine
 from staleflow.rollout.engine import Request, Sampling
 from staleflow.rollout.shapes import SHAPES, write
@@ -47,22 +51,6 @@ class Sizes:
 
 
 SMOKE = Sizes("cpu", "float32", ("tiny",), (1, 2), (32,), (("tiny", 4, 32),), 1, 3, 6, 8, 6, 16, 4)
-
-
-class Results:
-    """A file of results by name; what is in it is not measured again."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self.found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.is_file() else {}
-
-    def measure(self, name: str, call: Callable[[], Any]) -> Any:
-        if name not in self.found:
-            self.found[name] = call()
-            print(f"{name}: {json.dumps(self.found[name])}", flush=True)
-            if self._path is not None:
-                self._path.write_text(json.dumps(self.found, indent=1))
-        return self.found[name]
 
 
 def engine_of(sizes: Sizes, shape: str, running: int, tokens: int, way: str) -> TorchEngine:
@@ -146,21 +134,21 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, help="file of results, read to resume")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--only", default="", help="a regular expression: leave out what it is not found in")
     given = parser.parse_args(arguments)
     sizes = SMOKE if given.smoke else Sizes()
     results = Results(given.output)
-    device = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
-    results.measure("run", lambda: {"date": time.strftime("%Y-%m-%d"), "device": device, "torch": torch.__version__})
+    results.head()
     speed = results.measure("copy_gb_per_s", lambda: bandwidth(sizes) / 1e9) * 1e9
     cells = [(shape, n, context) for shape in sizes.shapes for n in sizes.running for context in sizes.contexts]
+    calls: dict[str, Callable[[], Any]] = {f"skewed {way}": lambda way=way: skewed(sizes, way) for way in WAYS}
     for shape, n, context in (*cells, *sizes.full):
         for way in WAYS:
-            results.measure(
-                f"{shape} {n} x {context} {way}",
-                lambda cell=(shape, n, context, way): steady(sizes, *cell, speed),
-            )
-    for way in WAYS:
-        results.measure(f"skewed {way}", lambda way=way: skewed(sizes, way))
+            cell = (shape, n, context, way)
+            calls[f"{shape} {n} x {context} {way}"] = lambda cell=cell: steady(sizes, *cell, speed)
+    for name, call in calls.items():
+        if re.search(given.only, name):
+            results.measure(name, call)
     return results.found
 
 

@@ -50,6 +50,8 @@ def _source(data: Any, config: Config) -> str:
         return os.fspath(data)
     if not isinstance(data, Iterable):
         raise ConfigError(f"data is a {type(data).__name__}: give a file, a list of rows, or a datasets object")
+    if hasattr(data, "to_dict") and hasattr(data, "iterrows"):  # it would iterate over its columns
+        raise ConfigError('data is a table of pandas: give its rows, with .to_dict("records")')
     lines = "".join(f"{_line(at, row, config.data)}\n" for at, row in enumerate(data))
     if not lines:
         raise ConfigError("data is empty: give some rows")

@@ -63,15 +63,23 @@ def plan(
     *,
     run_dir: str | os.PathLike[str] | None = None,
     gpus: int | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    gpu: str | None = None,
+    model: str | os.PathLike[str] | None = None,
     most_staleness: int = 3,
     most_groups: int = 512,
     jobs: int | None = None,
     picture: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Which bound, batch, length cap and split to train with: ``recommended``. ``run_dir``: a finished run, whose
-    lengths and costs are taken."""
+    """Which bound, batch, length cap and split to train with: ``recommended``; and whether ``train`` can: ``train``.
+
+    ``run_dir``: a finished run, whose lengths and costs are taken. ``gpu``, ``model``: a kind of GPU and a model
+    folder, from which costs and memory follow.
+    """
     found = {"most_staleness": most_staleness, "most_groups": most_groups, "jobs": jobs, "picture": picture}
-    return _answer("plan", config, run_dir=run_dir, gpus=gpus, **found)
+    found |= {"gpus": gpus, "nodes": nodes, "gpus_per_node": gpus_per_node, "gpu": gpu, "model": model}
+    return _answer("plan", config, run_dir=run_dir, **found)
 
 
 def _answer(name: str, config: Config | str | os.PathLike[str] | None, **options: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from staleflow.config.text import render_flow
 from staleflow.errors import StaleFlowError
 from staleflow.reward.forks import Forks
 from staleflow.reward.options import PYTHON, Reward
+from staleflow.reward.options import REWARDS as KNOWN
 from staleflow.run.directory import RunDirectory
 
 LOOK_S = 0.2
@@ -97,7 +98,10 @@ def with_rewards(options: Reward, reward: Rewards | None) -> tuple[Reward, dict[
         else:
             raise ConfigError(f"reward={each!r} is a {type(each).__name__}: give a function, or module:function")
     named = names[0] if len(names) == 1 and not isinstance(reward, Mapping) else tuple(names)
-    return replace(options, function=named, weights=weights), own
+    options = replace(options, function=named, weights=weights)
+    for name, function in own.items():
+        KNOWN.check_call(f"{PYTHON}{name}", function, options.arguments_of(name))
+    return options, own
 
 
 def _follow(command: Command, steps: Steps) -> None:

@@ -13,12 +13,15 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staleflow.config import PRESETS, Config, load
-from staleflow.config.convert import full_name
+from staleflow.config.convert import NAMES, full_name
+from staleflow.config.costs import on_other_hardware
+from staleflow.config.field_names import elsewhere
+from staleflow.config.gpus import GPUS
 from staleflow.config.machine import cores
 from staleflow.config.presets import LAPTOP, PAPER
 from staleflow.config.text import one_line, render_flow
@@ -43,11 +46,15 @@ SHORT = {
     "seed": "seed",
     "trace": "cluster.trace",
     "profile": "cluster.profile",
+    "gpu": "cluster.gpu",
+    "model": "model",
     "device": "rollout.device",
     "dtype": "rollout.dtype",
     "threads": "processes.threads",
 }
 """Options that are short for a setting."""
+GPUS_PER_NODE = 8
+"""If nobody says otherwise."""
 LENGTHS = ("cluster.lengths", "cluster.mean_tokens", "cluster.between")
 WIDTH = 132
 """Columns of a table that is not shown on a terminal."""
@@ -78,6 +85,18 @@ def add_simulated(parser: argparse.ArgumentParser, staleness: Callable[[str], An
     parser.add_argument("--preset", metavar="NAME", help="the same as CONFIG")
     parser.add_argument("--instances", type=int, metavar="N", help="rollout instances")
     parser.add_argument("--gpus", type=int, metavar="N", help="all GPUs; split in CONFIG's proportion by default")
+    parser.add_argument("--nodes", type=int, metavar="N", help="machines; with --gpus-per-node instead of --gpus")
+    parser.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help=f"GPUs of a machine (default: {GPUS_PER_NODE}, with --nodes)"
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help=f"kind of GPU: costs and memory follow from it and from the model: {', '.join(GPUS)}",
+    )
+    parser.add_argument(
+        "--model", metavar="FOLDER", help="a folder with the model's config.json, or a name: costs and memory follow"
+    )
     parser.add_argument("--groups", type=int, metavar="N", help="groups for each step")
     parser.add_argument("--group-size", type=int, metavar="N", help="responses of a group")
     several = " (with commas: several)" if staleness is not int else ""
@@ -109,6 +128,18 @@ class GivenSettings:
         return load(self.source, self.words, default)
 
 
+def as_setting(option: str) -> str | None:
+    """What to write instead of an option such as ``--learning-rate=1e-5`` that is a setting; None if it is not."""
+    name, _, value = option.lstrip("-").partition("=")
+    try:
+        found = full_name(name.replace("-", "_"))
+    except ConfigError as error:  # a setting of several sections
+        return str(error)
+    if found in NAMES:
+        return f"settings are written without dashes: {found}={value or 'VALUE'}"
+    return elsewhere(name)
+
+
 def given_settings(options: argparse.Namespace) -> GivenSettings:
     """What was given, each setting once. Their values are checked by ``load``."""
     sources = [word for word in options.words if "=" not in word]
@@ -136,18 +167,47 @@ def read_setting(options: argparse.Namespace, wanted: GivenSettings) -> tuple[Co
     """The configuration, and the setting to simulate."""
     from staleflow.simulate.setting import setting_of
 
-    config = wanted.config(PAPER)
-    return config, fitted(options, wanted, setting_of(config, wanted.source or PAPER))
+    other = options.model is not None or "cluster.gpu" in wanted.names
+    config = load(wanted.source or PAPER, wanted.words) if other else wanted.config(PAPER)
+    if other:
+        gpus = config.rollout.instances * config.cluster.gpus_per_instance + config.cluster.training_gpus
+        config = on_other_hardware(config, wanted.names)
+        if options.gpus is None and options.nodes is None and options.gpus_per_node is None:
+            options.gpus = gpus  # as many as before, though instances may have become larger
+    setting = fitted(options, wanted, setting_of(config, wanted.source or PAPER))
+    return config, replace(setting, name=config.model) if other else setting
 
 
 def fitted(options: argparse.Namespace, wanted: GivenSettings, setting: Setting) -> Setting:
     """The setting on the requested number of GPUs. What cannot run is refused."""
     from staleflow.simulate.setting import with_gpus
 
-    if options.gpus is not None:
-        setting = with_gpus(setting, options.gpus, wanted.names)
+    gpus = gpus_of(options, setting.gpus_per_instance)
+    if gpus is not None:
+        setting = with_gpus(setting, gpus, wanted.names)
     setting.check()
     return setting
+
+
+def gpus_of(options: argparse.Namespace, per_instance: int) -> int | None:
+    """All GPUs that were asked for; None: those of the configuration."""
+    if options.nodes is None and options.gpus_per_node is None:
+        return options.gpus
+    for name in ("nodes", "gpus_per_node"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} is impossible: give 1 or more")
+    each = options.gpus_per_node or GPUS_PER_NODE
+    if options.nodes is None and options.gpus is not None and options.gpus % each == 0:
+        options.nodes = options.gpus // each
+    gpus = (options.nodes or 1) * each
+    if options.gpus not in (None, gpus):
+        raise ConfigError(f"--nodes and --gpus-per-node are {gpus} GPUs, not --gpus {options.gpus}: leave one out")
+    if per_instance > each:
+        raise ConfigError(
+            f"an instance of {per_instance} GPUs does not fit into a node of {each}: give a GPU with more memory, "
+            "--gpus-per-node, or cluster.gpus_per_instance"
+        )
+    return gpus
 
 
 # Processes and progress
@@ -178,12 +238,6 @@ def refuse_stuck() -> Iterator[None]:
         raise StalledError(f"a promise was broken, please report it with the command: {error}") from None
     except BrokenProcessPool:
         raise StalledError("a process was ended from outside, perhaps for its memory: give fewer --jobs") from None
-
-
-def show_progress(what: str) -> None:
-    """On a terminal, show what is being done, on a line that the next call overwrites."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{what}", end="\r", file=sys.stderr, flush=True)
 
 
 def console() -> Console:

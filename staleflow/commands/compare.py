@@ -20,10 +20,10 @@ from staleflow.commands.common import (
     given_settings,
     read_setting,
     refuse_stuck,
-    show_progress,
     write_picture,
 )
 from staleflow.errors import ConfigError
+from staleflow.observe.progress import Progress
 from staleflow.simulate.setting import assumptions
 from staleflow.study.compare import Comparison, Row
 from staleflow.study.compare_picture import picture
@@ -71,7 +71,8 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(options: argparse.Namespace) -> int:
     comparison, notes = read(options)
     path = check_picture(options.picture)
-    with refuse_stuck():
+    with refuse_stuck(), Progress("compare") as progress:
+        comparison.on_run, comparison.on_share = progress.say, progress.reach
         rows = comparison.rows()
         drawn = picture(comparison, rows) if path else ""
     if path:
@@ -107,7 +108,6 @@ def read(options: argparse.Namespace) -> tuple[Comparison, list[str]]:
         range(config.seed, config.seed + options.seeds),
         tune=options.tune_split,
         faults=options.faults,
-        on_run=show_progress,
         jobs=check_jobs(options.jobs),
     )
     return comparison, assumptions(config, setting)
@@ -124,6 +124,8 @@ def show(comparison: Comparison, rows: Sequence[Row], notes: Sequence[str]) -> N
         f"{len(comparison.seeds)} seeds, {setting.gpus} GPUs, split {splits}. "
         f"No-bubble limit: {comparison.limit:,.0f} tokens/s."
     )
+    if any(policy.colocated for policy in comparison.policies):
+        notes = ("synchronous uses all GPUs for both in turn, so its GPUs are counted twice", *notes)
     for note in notes:
         out.print(f"Note: {note}.")
     for bound in comparison.bounds:

@@ -24,22 +24,20 @@ from staleflow.commands.common import (
     given_settings,
     read_setting,
     refuse_stuck,
-    show_progress,
     write_picture,
 )
+from staleflow.config import Config
 from staleflow.errors import ConfigError
 from staleflow.observe.chart import HEIGHT, Curve, chart, document, stacked
+from staleflow.observe.progress import Progress
 from staleflow.simulate.setting import Setting, assumptions
 from staleflow.study.law import Law, law, splits, work_of
 from staleflow.study.measured import read_run
 from staleflow.study.plan import Plan, Search, Trial, Turn, make_plan
 
-STEPS = 10
-"""Default for the steps of a trial."""
-
 MEANING = {
-    "training": "the trainer is always busy: more training GPUs help, or fewer tokens",
-    "rollout": "the fleet is always busy: more rollout GPUs help, or fewer tokens",
+    "training": "the trainer is always busy, and another split would not help: only more GPUs in all, or fewer tokens",
+    "rollout": "the fleet is always busy, and another split would not help: only more GPUs in all, or fewer tokens",
     "tail": "the longest responses set the pace: a larger bound or batch or a lower cap helps, more GPUs hardly",
 }
 
@@ -48,7 +46,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="find bound, batch, length cap and split in the simulator",
-        description="Search bound, batch size, length cap and GPU split in the simulator, and recommend one setting.",
+        description="Search bound, batch size, length cap and GPU split in the simulator, and recommend one setting. "
+        "The plan is for any number of GPUs and machines; staleflow train itself runs on one machine, with at most one "
+        "GPU for rollout and one for training, and the answer says whether it can use what is recommended.",
         allow_abbrev=False,
     )
     add_simulated(parser)
@@ -75,25 +75,54 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(options: argparse.Namespace) -> int:
     path, search, wanted = check_picture(options.picture), read_search(options), given_settings(options)
     if options.run_dir:
-        setting, notes = measured_setting(options, wanted)
+        config, setting, notes = measured_setting(options, wanted)
     else:
         config, setting = read_setting(options, wanted)
         notes = assumptions(config, setting)
-    if "steps" not in wanted.names:
-        setting = replace(setting, steps=STEPS)
-    with refuse_stuck():
-        plan = make_plan(setting, search, on_run=show_progress, jobs=check_jobs(options.jobs))
+    if "steps" in wanted.names:
+        search = replace(search, steps=setting.steps)
+    jobs = check_jobs(options.jobs)
+    with refuse_stuck(), Progress("plan") as progress:
+        progress.say(f"simulates {setting.name} on {setting.gpus} GPUs")
+        plan = make_plan(setting, search, progress.say, jobs, progress.reach)
     if path:
         write_picture(path, draw(plan))
+    on_cpu = config.rollout.device == "cpu"
+    why_not = cannot_train(plan.best.setting, on_cpu, options.nodes or 1)
     if options.json:
-        print(json.dumps(as_json(plan) | {"notes": notes}, allow_nan=False))
+        print(json.dumps(as_json(plan) | {"train": train_json(plan, why_not), "notes": notes}, allow_nan=False))
     else:
-        show(plan, notes)
+        show(plan, notes, why_not, "processes" if on_cpu else "GPUs")
     return 0
 
 
-def measured_setting(options: argparse.Namespace, wanted: GivenSettings) -> tuple[Setting, list[str]]:
+def cannot_train(setting: Setting, on_cpu: bool, nodes: int) -> str | None:
+    """Why ``staleflow train`` cannot use this; None if it can."""
+    rollout = setting.gpus_per_instance if on_cpu else setting.instances * setting.gpus_per_instance
+    if nodes == 1 and rollout == 1 and setting.training_gpus == 1:
+        return None
+    if on_cpu:
+        return f"staleflow train has one trainer on a CPU, and here it would be {setting.training_gpus}"
+    machines = "one machine" if nodes == 1 else f"{nodes} machines"
+    return (
+        "staleflow train runs on one machine, with at most one GPU for rollout and one for training; here it would be "
+        f"{rollout} and {setting.training_gpus} on {machines}"
+    )
+
+
+def settings_of(setting: Setting) -> list[str]:
+    """What was found, as settings of a run."""
+    return [
+        f"staleness={setting.staleness}",
+        f"groups={setting.groups}",
+        f"rollout.max_tokens={setting.workload.max_tokens}",
+    ]
+
+
+def measured_setting(options: argparse.Namespace, wanted: GivenSettings) -> tuple[Config, Setting, list[str]]:
     """A run as it was configured and measured, with changes, and what is assumed."""
+    if given := [name for name in ("cluster.gpu", "model") if name in wanted.names]:
+        raise ConfigError(f"{given[0]} and --run-dir both say what everything costs: leave one out")
     if given := [name for name in ("cluster.trace", *LENGTHS) if name in wanted.names]:
         raise ConfigError(f"{given[0]} and --run-dir both say how long responses are: leave one out")
     run = read_run(options.run_dir)
@@ -102,7 +131,7 @@ def measured_setting(options: argparse.Namespace, wanted: GivenSettings) -> tupl
     if run.cost is None and not wanted.names & {"cluster.profile", "cluster.costs"}:
         notes.append(f"{options.run_dir} has no profile.json, so engine steps cost what its configuration says or "
                      "suggests: measure them with staleflow profile and give --profile")  # fmt: skip
-    return setting, notes
+    return run.config(wanted.words, wanted.source), setting, notes
 
 
 def read_search(options: argparse.Namespace) -> Search:
@@ -128,6 +157,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "knobs": [turn_json(turn) for turn in plan.turns],
         "bounds": [trial_json(trial) for trial in plan.bounds],
     }
+
+
+def train_json(plan: Plan, why_not: str | None) -> dict[str, Any]:
+    return {"usable": why_not is None, "why_not": why_not, "settings": settings_of(plan.best.setting)}
 
 
 def trial_json(trial: Trial) -> dict[str, Any]:
@@ -157,21 +190,23 @@ def law_json(terms: Law) -> dict[str, Any]:
 
 
 def turn_json(turn: Turn) -> dict[str, Any]:
-    return {"knob": turn.knob, "value": turn.value, "gain": turn.gain, "taken": turn.taken, "cut_off": turn.after.cut}
+    found = {"knob": turn.knob, "value": turn.value, "gain": turn.gain, "taken": turn.taken, "cut_off": turn.after.cut}
+    return found | {"simulated": turn.simulated}
 
 
 # For people
 
 
-def show(plan: Plan, notes: Sequence[str]) -> None:
+def show(plan: Plan, notes: Sequence[str], why_not: str | None, unit: str) -> None:
+    """``unit``: what is divided, GPUs or processes."""
     from rich.table import Table
 
     out = console()
     best, setting, terms = plan.best, plan.best.setting, plan.best.law
     out.print(
-        f"Recommended for {plan.start.setting.name} on {plan.start.setting.gpus} GPUs: bound {setting.staleness}, "
+        f"Recommended for {plan.start.setting.name} on {plan.start.setting.gpus} {unit}: bound {setting.staleness}, "
         f"{setting.groups} groups for each step, responses up to {setting.workload.max_tokens:,} tokens, "
-        f"{setting.instances * setting.gpus_per_instance} rollout and {setting.training_gpus} training GPUs. "
+        f"{setting.instances * setting.gpus_per_instance} rollout and {setting.training_gpus} training {unit}. "
         f"Expected: {best.tokens_per_s:,.0f} trained tokens/s, "
         f"{best.tokens_per_s / plan.start.tokens_per_s - 1:+.0%} over the setting as given."
     )
@@ -179,18 +214,37 @@ def show(plan: Plan, notes: Sequence[str]) -> None:
         f"A step takes at least {terms.train_s:,.1f} s for training, {terms.rollout_s:,.1f} s for rollout and "
         f"{terms.tail_s:,.1f} s for its longest response. What binds is {terms.binds}: {MEANING[terms.binds]}."
     )
+    if why_not is None:
+        out.print(f"To train with it: staleflow train ... {' '.join(settings_of(setting))}")
+    else:
+        out.print(
+            f"This release cannot train with it: {why_not}. Bound, batch and cap as settings: "
+            f"{' '.join(settings_of(setting))}. For what it can use, plan with --gpus 2."
+        )
     for note in notes:
         out.print(f"Note: {note}.")
     knobs = Table(title="what each knob is worth", title_justify="left")
     for name in ("knob", "turned to", "tokens/s", "gain", "cut off", "taken"):
         knobs.add_column(name, justify="left" if name == "knob" else "right")
     for turn in plan.turns:
-        to = f"{turn.value:,} training GPUs" if turn.knob == "split" else f"{turn.value:,}"
-        cells = (f"{turn.after.tokens_per_s:,.0f}", f"{turn.gain:+.1%}", f"{turn.after.cut:.1%}")
+        to = f"{turn.value:,} training {unit}" if turn.knob == "split" else f"{turn.value:,}"
+        most = "" if turn.simulated else "at most "
+        cells = (f"{most}{turn.after.tokens_per_s:,.0f}", f"{most}{turn.gain:+.1%}", f"{turn.after.cut:.1%}")
         knobs.add_row(turn.knob, to, *cells, "yes" if turn.taken else "no")
     out.print(knobs)
     bounds = Table(title="by bound, each with its best split", title_justify="left")
-    names = ("bound", "GPUs r+t", "tokens/s", "% limit", "% law", "training s", "rollout s", "tail s", "binds", "stale")
+    names = (
+        "bound",
+        f"{unit} r+t",
+        "tokens/s",
+        "% limit",
+        "% law",
+        "training s",
+        "rollout s",
+        "tail s",
+        "binds",
+        "stale",
+    )
     for name in names:
         bounds.add_column(name, justify="right")
     for trial in plan.bounds:

@@ -16,12 +16,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staleflow.commands.common import Subparsers, add_settings, given_settings, show_progress
+from staleflow.commands.common import Subparsers, add_settings, given_settings
 from staleflow.config import Config, load
 from staleflow.config.sizes import sizes_of
 from staleflow.errors import ConfigError
 from staleflow.files import write_whole
 from staleflow.observe.chart import HEIGHT, Curve, chart, document
+from staleflow.observe.progress import Progress
 from staleflow.rollout.shapes import SHAPES, llama, write
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
     for path in (options.output, picture):
         if not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: its folder does not exist, make it first")
-    profile, device = measure_engine(config, running, context, quiet=options.json)
+    with Progress("profile") as progress:
+        profile, device = measure_engine(config, running, context, progress)
     values = {
         "model": config.model,
         "device": device,
@@ -89,14 +91,16 @@ def read(options: argparse.Namespace) -> tuple[Config, int, int]:
     return config, options.running or running, options.context or context
 
 
-def measure_engine(config: Config, running: int, context: int, quiet: bool) -> tuple[Profile, str]:
+def measure_engine(config: Config, running: int, context: int, progress: Progress) -> tuple[Profile, str]:
     """The profile, and a description of the device."""
+    progress.say("loads PyTorch")
     try:
         from staleflow.rollout.builtin import EngineOptions, TorchEngine
         from staleflow.rollout.profile import Grid, measure
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'staleflow[local]'") from None
     rollout, random = config.rollout, not Path(config.model).is_dir()
+    progress.say(f"loads {config.model}")
     with tempfile.TemporaryDirectory() as made:
         if random:
             write(_shape(config), made)
@@ -112,8 +116,8 @@ def measure_engine(config: Config, running: int, context: int, quiet: bool) -> t
                 weights="random" if random else "checkpoint",
             ),
         )
-        on_point = (lambda _: None) if quiet else show_progress
-        return measure(engine, Grid.up_to(running, context), on_point), engine.described
+        progress.say(f"measures up to {running} sequences of up to {context} tokens")
+        return measure(engine, Grid.up_to(running, context), progress.reach), engine.described
 
 
 def _shape(config: Config) -> str | dict[str, Any]:

@@ -20,6 +20,7 @@ from staleflow.commands.common import (
     write_picture,
 )
 from staleflow.errors import ConfigError
+from staleflow.observe.progress import Progress
 from staleflow.simulate import faults, invariants
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.setting import assumptions
@@ -52,7 +53,9 @@ def run(options: argparse.Namespace) -> int:
         arm_faults(cluster, options.faults)
     timeline = Timeline(cluster) if picture else None
     began = time.perf_counter()
-    with refuse_stuck():
+    steps = cluster.recorder.steps
+    with refuse_stuck(), Progress("simulate", lambda: len(steps) / setting.steps) as progress:
+        progress.say(f"{setting.steps} steps of {setting.groups} groups, {setting.gpus} GPUs")
         cluster.run()
     result = row(cluster, time.perf_counter() - began) | {"notes": assumptions(config, setting)}
     if picture and timeline:

@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,17 @@ from typing import Any, TextIO
 
 from staleflow import caller
 from staleflow.commands.common import Subparsers, add_settings, given_settings
-from staleflow.config import Config, ConfigError, check, differences, estimate, load, settled, this_machine
+from staleflow.config import (
+    Config,
+    ConfigError,
+    Machine,
+    check,
+    differences,
+    estimate,
+    load,
+    settled,
+    this_machine,
+)
 from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
 from staleflow.reward.function import BAD_REWARD
@@ -27,16 +38,29 @@ from staleflow.reward.options import Reward
 from staleflow.run.checkpoints import Choice, newest
 from staleflow.run.directory import RunDirectory
 from staleflow.run.processes import processes
-from staleflow.run.resuming import prepared, resumable
+from staleflow.run.resuming import outlook, prepared, resumable
 from staleflow.runtime.local.supervisor import INTERRUPTED, Supervisor, supervised
 from staleflow.tasks.task import Problem
 
+START = "reads the data and tries the reward"
+"""The first thing that a run says."""
+
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("train", help="train a model under a staleness bound", allow_abbrev=False)
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model under a staleness bound",
+        description="Train a model under a staleness bound: on one machine, with at most one GPU for rollout and one "
+        "for training. Models: Llama, Mistral, Qwen2 and Qwen3 in Hugging Face format.",
+        allow_abbrev=False,
+    )
     add_settings(parser, LAPTOP)
     parser.add_argument("--resume", metavar="RUN", help="continue the run in this directory")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and the memory it needs, train nothing")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the plan, the memory it needs, and the prompts that would be left out; train nothing",
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON, progress to standard error")
     parser.add_argument("--plain", action="store_true", help="one line per step instead of a live view")
     parser.set_defaults(run=run)
@@ -58,12 +82,20 @@ def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) 
         directory, config = _resumed(Path(options.resume), wanted.source, wanted.words)
     else:
         directory, config = None, wanted.config()
+    out = sys.stderr if options.json else sys.stdout
+    if directory is not None and before is None and not options.dry_run:
+        ahead = outlook(directory, config)
+        print(ahead.text(), file=out, flush=True)
+        if ahead.finished:
+            caller.tell(caller.RUN, str(directory.path))
+            if options.json:
+                print(json.dumps(json.loads(directory.summary.read_text())))
+            return 0
     if directory is None or not any(processes(directory.path)):  # otherwise it fits: its processes are there
         machine = this_machine()
         config, note = settled(config, machine)
-        if options.dry_run:  # also of what does not fit, which is then refused
-            needs = estimate(config, machine)
-            print(json.dumps(needs.facts()) if options.json else needs.text())
+        if options.dry_run:
+            dry_run(config, machine, options.json)
         check(config, machine)
         if note:
             print(f"staleflow: {note}", file=sys.stderr)
@@ -95,17 +127,26 @@ def train(
     supervisor: Supervisor | None = None,
 ) -> dict[str, Any]:
     """Everything heavy happens in here. ``held``: until when a new run directory is owned."""
+    from staleflow.tasks.opening import first_problem, model_folder, open_source, open_task
+
+    began = time.monotonic()
+    out = sys.stderr if quiet else sys.stdout
+    again = supervisor is not None and supervisor.run is not None
+
+    def say(what: str) -> None:
+        if not again:
+            print(what, file=out, flush=True)
+
+    say(START)
+    source = open_source(config.data, config.seed)
+    if not again:
+        asyncio.run(try_reward(config.reward, first_problem(source)))
+    say(f"loads PyTorch, then the tokenizer of {config.model}")
     from staleflow.observe.terminal import TerminalView
     from staleflow.runtime.local.patience import run_patiently
     from staleflow.runtime.local.run import LocalRun
     from staleflow.runtime.local.status import status_of
-    from staleflow.tasks.opening import first_problem, model_folder, open_source, open_task
 
-    out = sys.stderr if quiet else sys.stdout
-    again = supervisor is not None and supervisor.run is not None
-    source = open_source(config.data, config.seed)
-    if not again:
-        asyncio.run(try_reward(config.reward, first_problem(source)))
     model = model_folder(config.model, config.cache, config.seed, lambda step, loss: _warming(step, loss, out))
     task = open_task(config.data, source, model, config.seed, config.evaluation.problems)
     checkpoint = None
@@ -113,13 +154,9 @@ def train(
         directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
     else:
         checkpoint = prepared(directory, config, choice, task.fingerprint, model)
-        if not again:
-            where = f" from {checkpoint.name}" if checkpoint is not None else ""
-            print(f"continues{where} with {config.rollout.instances} instances", file=out)
     caller.tell(caller.RUN, str(directory.path))
-    if not again:
-        print(f"run {directory.path}", file=out)
-        print(f"data: {task.about()}", file=out, flush=True)
+    say(f"run {directory.path}")
+    say(f"data: {task.about()}")
     view = TerminalView(out, plain=plain)
 
     def show(run: LocalRun) -> None:
@@ -127,6 +164,8 @@ def train(
         view.update(status)
         if run.training:
             view.line(status)
+        else:
+            view.phase(status.doing)
 
     cost = costs_from_geometry(config)
     run = LocalRun(config, directory, model, task, cost, checkpoint, show, view.note, supervisor)
@@ -134,7 +173,7 @@ def train(
         summary = run_patiently(run.execute())
     finally:
         view.close()
-    summary |= {"problems": task.size, "problems_left_out": task.left_out, "held_out": len(task.held_out)}
+    summary |= task.facts()
     summary |= {"interrupted": run.interrupted, "stopped_by": run.stopped_by, "run": str(directory.path)}
     try:
         directory.write(directory.summary, summary)
@@ -142,8 +181,26 @@ def train(
         print(f"staleflow: {directory.summary} cannot be written ({error.strerror})", file=sys.stderr)
     if not quiet:
         with suppress(OSError):  # the terminal is gone
-            print(summary_text(summary, directory), flush=True)
+            took = f"this command took {time.monotonic() - began:.0f} s, with start, evaluations and checkpoints"
+            print(f"{summary_text(summary, directory)}\n{took}", flush=True)
     return summary
+
+
+def dry_run(config: Config, machine: Machine, as_json: bool) -> None:
+    """Print the plan, also of what does not fit and is then refused, and what of the data could be trained on."""
+    from staleflow.tasks.opening import open_source, open_task, text_folder
+
+    needs, facts = estimate(config, machine), None
+    if not as_json:
+        print(needs.text(), flush=True)
+    if needs.problem is None:
+        check(config, machine)
+    about = f"not counted: the first run makes the tokenizer of {config.model}"
+    if (folder := text_folder(config.model, config.cache)) is not None:
+        source = open_source(config.data, config.seed)
+        task = open_task(config.data, source, folder, config.seed, config.evaluation.problems)
+        about, facts = task.about(), task.facts()
+    print(json.dumps(needs.facts() | {"data": facts}) if as_json else f"\ndata: {about}")
 
 
 async def try_reward(reward: Reward, problem: Problem) -> None:
@@ -217,8 +274,11 @@ def _resumed(path: Path, source: str | None, changes: list[str]) -> tuple[RunDir
         raise ConfigError(f"--resume takes the settings from {path}: leave {source!r} out")
     config = load(str(directory.config_file), changes)
     if changed := differences(before, config):
+        why = f" (training.schedule={config.training.schedule} depends on them)" if "steps" in changed else ""
+        model = newest(directory.checkpoints)
+        other = f" from what it has learnt, by model={model}" if model is not None else ""
         raise ConfigError(
-            f"the run in {path} was made with other settings of {', '.join(changed)}: "
-            "leave them as they were, or start a new run"
+            f"the run in {path} was made with other settings of {', '.join(changed)}{why}: "
+            f"leave them as they were, or start a new run{other}"
         )
     return directory, config

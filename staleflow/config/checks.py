@@ -7,6 +7,7 @@ data, the reward, the run directory, the memory.
 import importlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from itertools import islice
@@ -39,6 +40,8 @@ def check(config: Config, machine: Machine | None = None) -> None:
 
 
 def _check(config: Config, machine: Machine | None) -> None:
+    if sys.platform != "linux":
+        raise ConfigError(f"a run needs Linux, and this is {sys.platform}: use a Linux machine, a container or WSL")
     refuse_values(config)
     sizes = sizes_of(config)
     for problem in mismatches(config, sizes.vocabulary):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from staleflow.config.gpus import GPUS, named_gpu
 from staleflow.settings import Amount, Count, Positive, Range, Section, Share
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ COEFFICIENTS = ("floor", "base", "per_sequence", "fixed", "per_context_token", "
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions(Section):
+    gpu: str | None = None
+    """Kind of the GPUs, one of those in ``config/gpus.py``: what is not given below follows from it and from the
+    model's geometry. null: a GPU of 2 TB/s and 400 TFLOP/s, or a CPU core."""
     training_gpus: Count = 1
     """They divide the trainer's time."""
     gpus_per_instance: Count = 1
@@ -47,7 +51,8 @@ class ClusterOptions(Section):
     profile: str | None = None
     """What engine steps cost, as ``staleflow profile`` measured it. It replaces ``costs``."""
     costs: dict[str, float] = field(default_factory=dict[str, float])
-    """The coefficients of an engine step (``staleflow/coordinator/cost.py``); none: from the model's geometry."""
+    """The coefficients of an engine step (``staleflow/coordinator/cost.py``); none: from the model's geometry and the
+    GPU."""
     trainer_per_token_gpu_s: Positive | None = None
     """GPU seconds to train one prompt or output token; null: from the model's geometry."""
     trainer_fixed_s: Amount = 0.0
@@ -70,6 +75,11 @@ class ClusterOptions(Section):
     """At most one decision in this time."""
 
     def contradictions(self) -> Iterator[str]:
+        if self.gpu is not None and named_gpu(self.gpu) is None:
+            yield (
+                f"gpu={self.gpu} is unknown: choose one of {', '.join(GPUS)}, or give cluster.costs and "
+                "cluster.trainer_per_token_gpu_s as measured on it"
+            )
         costs = self.costs
         if unknown := sorted(costs.keys() - set(COEFFICIENTS)):
             yield f"costs.{unknown[0]} is unknown: choose one of {', '.join(COEFFICIENTS)}"

@@ -11,12 +11,13 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from staleflow.config.field_names import elsewhere
 from staleflow.config.rules import refuse_values
 from staleflow.config.schema import Config
 from staleflow.config.text import one_line, short
@@ -30,6 +31,8 @@ NAMES = [
     for name in ([f"{first}.{each}" for each in get_type_hints(kind)] if first in SECTIONS else [first])
 ]
 """Dotted names of all settings."""
+NEAR = 0.8
+"""How alike two spellings are that may be one name: what shares a word with it is not what was meant."""
 RENAMED = {
     "chunk": "rollout.prefill_tokens",
     "filter_uniform": "filter: write filter=no-signal, or filter=none",
@@ -100,16 +103,28 @@ def full_name(name: str) -> str:
 def unknown(dotted: str) -> str:
     if dotted in RENAMED:
         return f"{dotted} is now {RENAMED[dotted]}"
-    names = [*SECTIONS, *NAMES]
-    last = dotted.rpartition(".")[2]
-    near = difflib.get_close_matches(dotted, names, n=1, cutoff=0.7)
-    near = near or [name for name in names if name.rpartition(".")[2] == last]
-    near = near or difflib.get_close_matches(dotted, names, n=1, cutoff=0.5)
-    if near:
-        return f"{dotted} is unknown: write {near[0]}"
+    if (hint := elsewhere(dotted)) is not None:
+        return f"{dotted} is unknown: {hint}"
+    section, dot, last = dotted.rpartition(".")
+    if near := _near(dotted, NAMES if dot else [*SECTIONS, *NAMES]) or _near_last(section, last):
+        return f"{dotted} is unknown: write {near}"
     section = dotted.partition(".")[0]
     here = get_type_hints(SECTIONS[section]) if section in SECTIONS else get_type_hints(Config)
     return f"{dotted} is unknown: choose one of {', '.join(here)}"
+
+
+def _near(name: str, names: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=NEAR)), None)
+
+
+def _near_last(section: str, last: str) -> str | None:
+    """A setting whose name without its section is spelled nearly so, first of all in this section."""
+    here = {each.rpartition(".")[2]: each for each in NAMES if each.startswith(f"{section}.")}
+    anywhere = {each.rpartition(".")[2]: each for each in reversed(NAMES)}
+    for names in (here, anywhere):
+        if (near := _near(last, names)) is not None:
+            return names[near]
+    return None
 
 
 def _refuse_unknown(tree: Mapping[str, Any]) -> None:

@@ -104,6 +104,7 @@ class Config(Section):
     """``adder`` (the embedded small model), ``smollm2-135m``, a folder in Hugging Face format, or ``OWNER/NAME`` of a
     model on the Hugging Face hub."""
     seed: Whole = 0
+    """Of the order of the data, of the responses, and of the embedded model."""
     steps: Count = 60
     """Updates of the model."""
     staleness: Whole = 2

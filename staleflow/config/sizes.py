@@ -74,7 +74,7 @@ def sizes_of(config: Config) -> Sizes:
         widths = (shape.layers, shape.hidden, shape.intermediate, shape.heads, shape.heads, head)
         return Sizes(*widths, len(VOCABULARY), shape.positions, tied=False, family="llama")
     if config.model == SMOLLM:
-        return _read("smollm2-135m", SHAPES["smollm-135m"])
+        return read_sizes("smollm2-135m", SHAPES["smollm-135m"])
     hub = is_hub_name(config.model)
     path = (hub_folder(config.model, weights=False) if hub else Path(config.model)) / "config.json"
     if not path.parent.is_dir():
@@ -87,10 +87,12 @@ def sizes_of(config: Config) -> Sizes:
     found = read_json(path)
     if config.rollout.engine == "builtin" and (problem := unsupported(path, found.get("model_type"))) is not None:
         raise ConfigError(problem)
-    return _read(str(path), found)
+    return read_sizes(str(path), found)
 
 
-def _read(where: str, found: dict[str, Any]) -> Sizes:
+def read_sizes(where: str, found: dict[str, Any]) -> Sizes:
+    """``found``: what a ``config.json`` holds."""
+
     def number(*names: str) -> int:
         for name in names:
             value = found.get(name)

@@ -61,7 +61,10 @@ class CostModel:
 
     def step(self, running: int, context: int, prefill: int = 0) -> float:
         """Seconds for one step."""
-        return self.steps(1, running, context, prefill)
+        seconds = self.fixed + self.per_prefill_token * prefill
+        if not running:
+            return seconds
+        return seconds + max(self.floor, self.base + self.per_sequence * running) + self.per_context_token * context
 
     def steps(self, count: int, running: int, context: int, prefill: int = 0) -> float:
         """Seconds for ``count`` steps with the same sequences running, each with ``prefill`` prefill tokens.

@@ -17,8 +17,6 @@ less from another trajectory than one that holds short ones, and so gets fewer.
 
 from __future__ import annotations
 
-import numpy as np
-
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.situation import Situation
 from staleflow.coordinator.strategies import Strategies
@@ -33,13 +31,15 @@ FILLED = 0.8
 def fitting_mu(situation: Situation, mu: float) -> float | None:
     """What to use for ``mu`` so that instances become as full as they should; None while too little is known."""
     pace, fleet, queue = situation.pace, situation.fleet, situation.queue
-    instances = int(np.count_nonzero(fleet.alive))
+    alive = fleet.alive.tolist()
+    instances = sum(alive)
     if not (pace.longest_tokens and situation.batch_size and instances and queue and queue[-1].version is None):
         return None
     batch = situation.batch_size * situation.group_size * pace.mean_tokens
     even = batch * (situation.max_staleness + 1) / (instances * pace.longest_tokens)
     prompt = queue[-1].context
-    memory = int((fleet.kv_free + fleet.context)[fleet.alive].max())
+    each = zip(alive, fleet.kv_free.tolist(), fleet.context.tolist(), strict=True)
+    memory = max([free + context for there, free, context in each if there])
     fitting = FILLED * memory / (prompt + pace.grown_tokens)
     bearable = gain_at(situation.cost, MARGIN * even, prompt, pace.grown_tokens)
     return max(min(mu, bearable), gain_at(situation.cost, fitting, prompt, pace.grown_tokens))

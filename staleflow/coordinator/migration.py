@@ -31,12 +31,14 @@ MOST_MOVES = 4
 
 
 def gain(situation: Situation, strategies: Strategies) -> list[Interrupt]:
-    if not situation.thrashing and not situation.blockers:
+    step_s, since = situation.pace.step_s, situation.blocked_since
+    patient = since is None or not step_s or situation.now - since < strategies.tail_patience * step_s
+    if not situation.thrashing and (patient or not situation.blockers):
         return []
     fleet = situation.fleet.copy()
     relief = _relieve(situation, strategies, fleet)
     relieved = {interrupt.trajectory for interrupt in relief}
-    blockers = [resident for resident in situation.blockers if resident.trajectory not in relieved]
+    blockers = [] if patient else [each for each in situation.blockers if each.trajectory not in relieved]
     return relief + _shorten_tail(situation, strategies, fleet, blockers)
 
 
@@ -66,9 +68,7 @@ def _relieve(situation: Situation, strategies: Strategies, fleet: Fleet) -> list
 def _shorten_tail(
     situation: Situation, strategies: Strategies, fleet: Fleet, blockers: list[Resident]
 ) -> list[Interrupt]:
-    patience = strategies.tail_patience * situation.pace.step_s
-    since = situation.blocked_since
-    if not blockers or since is None or not situation.pace.step_s or situation.now - since < patience:
+    if not blockers:
         return []
     times = (situation.cost.step_times(fleet.running, fleet.context) / fleet.speed).tolist()
     mean = situation.pace.mean_tokens

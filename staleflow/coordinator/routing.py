@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.crowding import least_gain
-from staleflow.coordinator.situation import Bools, Fleet, Floats, Queued, Route, Situation
+from staleflow.coordinator.situation import Fleet, Floats, Queued, Route, Situation
 from staleflow.coordinator.strategies import Strategies
 
 FEW = 16
@@ -87,17 +87,25 @@ class _Rows:
     def column(self, values: NDArray[Any]) -> Any:
         return values.tolist() if self.few else values.data
 
-    def place(self, row: int, context: int, headroom: int) -> None:
-        """Count in one more sequence of ``context`` tokens, with room to grow."""
-        self.running[row] += 1
-        self.context[row] += context
-        self.kv_free[row] -= context + headroom
+    def closed(self) -> Any:
+        """The rows that take nothing, whatever it is."""
+        fleet = self.fleet
+        if not self.few:
+            return ~fleet.alive | (fleet.waiting > 0) | (fleet.running + fleet.waiting >= fleet.max_running)
+        each = zip(fleet.alive.tolist(), fleet.waiting.tolist(), self.running, self.max_running, strict=True)
+        return [not alive or waiting > 0 or running >= most for alive, waiting, running, most in each]
 
 
 class _Gain:
     def __init__(self, rows: _Rows, cost: CostModel, mu: float) -> None:
         fleet = rows.fleet
         self.cost, self.mu, self.rows = cost, mu, rows
+        if rows.few:
+            each = list(zip(rows.running, rows.context, strict=True))
+            self.now = [cost.throughput(running, context) for running, context in each]
+            self.more = [running + 1.0 for running in rows.running]
+            self.step = [cost.step(running + 1, context) for running, context in each]
+            return
         self.nows = cost.throughputs(fleet.running, fleet.context)
         self.mores = fleet.running + 1.0
         self.steps = cost.step_times(self.mores, fleet.context)
@@ -189,10 +197,10 @@ class _Level:
 
     __slots__ = ("closed", "end", "failed", "shut")
 
-    def __init__(self, shut: Bools, end: int) -> None:
+    def __init__(self, shut: Any, end: int) -> None:
         self.shut = shut
-        """Instances that may not take them, whatever their context."""
-        self.closed = shut.data
+        """Instances that may not take them, whatever their context; a list where there are few."""
+        self.closed: Any = shut if type(shut) is list else shut.data
         """The same memory, for one instance."""
         self.end = end
         """Where they end in the queue."""
@@ -210,7 +218,7 @@ class _Filling:
         self.room = dict(situation.room)
         self.reserved: dict[str, int] = {}
         """The version that this call reserves a fresh group with."""
-        self.closed = ~fleet.alive | (fleet.waiting > 0) | (fleet.running + fleet.waiting >= fleet.max_running)
+        self.closed = rows.closed()
         self.claimed = False
         self.levels: dict[int | None, _Level] = {}
         self.routes: list[Route] = []
@@ -233,12 +241,25 @@ class _Filling:
             shut, end = self.closed.copy(), len(self.queue)
             for held in set(self.rows.version):
                 if self.room.get(held, 0) <= 0:
-                    shut |= self.fleet.version == held
+                    self._shut(shut, held)
         else:
-            shut = self.closed | (self.fleet.version < version)
             end = bisect_right(self.queue, version, key=lambda item: item.level)
+            if self.rows.few:
+                each = zip(self.closed, self.rows.version, strict=True)
+                shut = [closed or held < version for closed, held in each]
+            else:
+                shut = self.closed | (self.fleet.version < version)
         level = self.levels[version] = _Level(shut, end)
         return level
+
+    def _shut(self, shut: Any, version: int) -> None:
+        """The instances that hold this version."""
+        if self.rows.few:
+            for row, held in enumerate(self.rows.version):
+                if held == version:
+                    shut[row] = True
+        else:
+            shut |= self.fleet.version == version
 
     def _place(self, item: Queued, version: int | None, level: _Level) -> bool:
         context, fresh = item.context, version is None
@@ -248,7 +269,9 @@ class _Filling:
             self._refuse(version, level, context)
             return False
         rows = self.rows
-        rows.place(row, context, self.headroom)
+        rows.running[row] += 1
+        rows.context[row] += context
+        rows.kv_free[row] -= context + self.headroom
         self.rule.placed(row, context)
         if rows.running[row] >= rows.max_running[row]:
             self._close(row)
@@ -321,10 +344,8 @@ class _Filling:
         for held, room in self.room.items():
             self.room[held] = room - 1 if held >= version else min(room, left)
             if room > 0 and self.room[held] <= 0:
-                fresh.shut |= self.fleet.version == held
+                self._shut(fresh.shut, held)
                 self._scored = None
-        if fresh.shut.all():
-            fresh.failed = 0
 
     def _next(self, at: int, version: int | None, level: _Level) -> int:
         """The next position in the queue worth trying, after the one at ``at`` found no place."""

@@ -32,6 +32,8 @@ PULLS_IN_HORIZON = 4.0
 
 
 def greedy(situation: Situation, strategies: Strategies) -> list[Pull]:  # noqa: ARG001
+    if min(situation.fleet.version.tolist(), default=0) >= situation.newest:
+        return []  # as nearly always
     return _pulls(situation, _behind(situation))
 
 

@@ -51,6 +51,8 @@ class Status:
     trainer_idle: float | None = None
     """The share of its time, 0..1."""
     trainer_doing: str = ""
+    doing: str = ""
+    """What the run does before and after training; empty while it trains."""
     control_overhead: float | None = None
     """The share of wall time, 0..1."""
     groups_ready: int = 0

@@ -79,6 +79,7 @@ class TerminalView:
         """The newest status, if it is not on the screen."""
         self._printed: int | None = None
         """The last step that has a line."""
+        self._phase = ""
         self._live: Live | None = None
         if not plain and self._output.isatty():
             console = Console(file=cast(IO[str], self._output))
@@ -100,6 +101,13 @@ class TerminalView:
         if self._live is None and status.step != self._printed:
             self._printed = status.step
             self._output.write(plain_line(status) + "\n")
+            self._output.flush()
+
+    def phase(self, text: str) -> None:
+        """Prints what a run that does not train is doing, once; a live view shows it by its status."""
+        if self._live is None and text and text != self._phase:
+            self._phase = text
+            self._output.write(f"{_clean(text)}\n")
             self._output.flush()
 
     def note(self, text: str) -> None:
@@ -324,7 +332,9 @@ def _instance(each: InstanceStatus, names: int, kv: int, glyphs: Glyphs) -> Line
 
 def _foot(status: Status) -> list[Line]:
     lines: list[Line] = []
-    if status.waiting_for:
+    if status.doing:
+        lines.append([(_clean(status.doing), ACCENT)])
+    if status.waiting_for and not status.doing:
         lines.append([("waits for  ", DIM), (_clean(status.waiting_for), BUSY)])
     lines.extend([(_clean(note), DIM)] for note in status.notes[-3:])
     return [[], *lines] if lines else []

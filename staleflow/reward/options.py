@@ -14,6 +14,7 @@ from staleflow.tasks.options import ADDER
 HTTP = ("http://", "https://")
 PYTHON = "python:"
 """A function of the program that started the run."""
+UNLIKE = "rewards do; here it is called for each response, returns one number, and finds the row in problem.facts"
 REWARDS = Registry(
     "reward.function",
     {
@@ -27,6 +28,7 @@ REWARDS = Registry(
     },
     takes=("problem", "response"),
     arguments="arguments",
+    foreign={"completions": f"as TRL's {UNLIKE}", "solution_str": f"as verl's {UNLIKE}"},
 )
 
 

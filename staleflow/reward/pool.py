@@ -19,6 +19,7 @@ import asyncio
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -103,7 +104,8 @@ class RewardPool:
         prompt = list(problem.prompt) if isinstance(problem.prompt, tuple) else problem.prompt
         job = self._asked[name] = Job(next(self._numbers), prompt, dict(problem.facts), tokens, text, cut)
         self._queue.append(Due(name, job))
-        self._soon()
+        if not self._dispatching:
+            self._soon()
 
     async def close(self) -> None:
         """Stop every worker. What was not scored stays unanswered."""
@@ -174,9 +176,8 @@ class RewardPool:
 
     def _soon(self) -> None:
         """Dispatch later in this turn of the event loop, so that responses submitted together are sent together."""
-        if not self._dispatching:
-            self._dispatching = True
-            asyncio.get_running_loop().call_soon(self._dispatch)
+        self._dispatching = True
+        asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
         self._dispatching = False
@@ -196,11 +197,14 @@ class RewardPool:
         """The next responses for one worker: its share of those that wait, to be sent in one system call."""
         most = min(MOST_AHEAD, 1 + (len(self._queue) - 1) // self.options.workers)
         taken = [self._queue.popleft() for _ in range(most)]
-        return deque(each for each in taken if self._asked.get(each.name) is each.job)
+        return deque([each for each in taken if self._asked.get(each.name) is each.job])
 
     def _frame(self, due: deque[Due]) -> bytes:
-        """Their jobs, one message each. A job that cannot be sent fails here and leaves ``due``; jobs beyond
-        ``MOST_BYTES_AHEAD`` go back to the queue."""
+        """Their jobs in one message, or in one each where that cannot be: a job that cannot be sent fails here and
+        leaves ``due``; jobs beyond ``MOST_BYTES_AHEAD`` go back to the queue."""
+        with suppress(TypeError, ValueError, OverflowError, RecursionError):
+            if len(frame := pack([each.job for each in due])) < MOST_BYTES_AHEAD:
+                return frame
         frames: list[bytes] = []
         size = 0
         for each in list(due):
@@ -226,7 +230,7 @@ class RewardPool:
             failed = due.popleft()
             self.answered(failed, Answer(failed.job.number, why=why))
         self._queue.extend(due)
-        if self._queue:
+        if self._queue and not self._dispatching:
             self._soon()
 
     def _change(self, change: Coroutine[Any, Any, None]) -> None:
@@ -276,18 +280,18 @@ class PoolPort:
         self,
         pool: RewardPool,
         problem: Callable[[int], Problem],
-        tokens: Callable[[str], bytes],
+        bytes_of: Callable[[str], tuple[bytes, bytes]],
         cut: Callable[[bytes], bool] = lambda _: False,
     ) -> None:
-        """``tokens``: the token ids of a trajectory, by name, as little-endian int32; ``cut``: whether a length limit
-        ended it."""
+        """``bytes_of``: the token ids of a trajectory, by name, as little-endian int32, and its log-probabilities;
+        ``cut``: whether a length limit ended it."""
         self._pool = pool
         self._cut = cut
         self._problem = problem
-        self._tokens = tokens
+        self._bytes_of = bytes_of
 
     def score(self, trajectory: Trajectory) -> None:
         if trajectory.state != "generated":
             return  # its group was given up meanwhile
-        name, tokens = trajectory.name, self._tokens(trajectory.name)
+        name, (tokens, _) = trajectory.name, self._bytes_of(trajectory.name)
         self._pool.submit(name, self._problem(trajectory.group.prompt), tokens, cut=self._cut(tokens))

@@ -150,19 +150,16 @@ class Worker:
         self._busy_since = self._loop.time()
         try:
             for answer in self._frames.feed(data):
-                self._receive(answer)
+                if not self._ready.done():
+                    self._ready.set_result(answer.why)
+                elif not self.due or answer.number != self.due[0].job.number:
+                    raise ValueError(f"number {answer.number}, which it was not sent")
+                else:
+                    self._listener.answered(self.due.popleft(), answer)
         except ValueError as error:
             self._lose(f"the reward worker answered nonsense ({error})")
         if was_busy and not self.due and not self._closed:
             self._listener.idle(self)
-
-    def _receive(self, answer: Answer) -> None:
-        if not self._ready.done():
-            self._ready.set_result(answer.why)
-            return
-        if not self.due or answer.number != self.due[0].job.number:
-            raise ValueError(f"number {answer.number}, which it was not sent")
-        self._listener.answered(self.due.popleft(), answer)
 
     def _send(self) -> None:
         try:

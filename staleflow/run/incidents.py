@@ -1,8 +1,8 @@
-"""What went wrong in a run and was put right: told at once, and counted for the summary.
+"""What went wrong in a run and was put right: shown at once, and counted for the summary.
 
 incidents = Incidents(tell=print)
 incidents.note("i0 died: killed (SIGKILL; out of memory?); started again")
-incidents.rarely("reward", "reward of p3/1 failed: ...", now)       # the first, then one in a while
+incidents.rarely("reward", "reward of p3/1 failed: ...", now)       # the first, then now and then
 count(record.restarts, "instance", "stood still")
 """
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 RARELY_S = 5.0
-"""What happens again and again is told no more often than this."""
+"""What happens again and again is shown no more often than this."""
 SHOWN = 3
 
 

@@ -2,7 +2,7 @@
 
 kept = JournalledRecord(Record(bound), server.note)
 kept.trained(report, seconds, spent)        # what the trainer says of a step
-kept.committed(step, seconds)               # the step is: its report goes into the record, and is returned
+kept.committed(step, seconds)               # the step is: its report goes into the record
 
 recover(server, journal, kept.restore, kept.hear)
 """
@@ -26,13 +26,13 @@ class JournalledRecord:
         self.record = record
         self.report: Trained | None = None
         """The latest."""
-        self._at = 0.0
+        self.reported_at = 0.0
         """When it came."""
         self._note = note
 
     def trained(self, report: Trained, seconds: float, spent: dict[str, float]) -> None:
         """``spent``: fields of the record that grow with time, as they are now."""
-        self.report, self._at = report, seconds
+        self.report, self.reported_at = report, seconds
         facts = (report.step, report.facts, report.token_staleness, report.trajectory_staleness)
         self._note("trained", *facts, report.busy_s, report.idle_s, seconds, spent)
 
@@ -41,10 +41,13 @@ class JournalledRecord:
         if (self.report is None or self.report.step != row["step"]) and "reward" in row:
             self.trained(report_of(row), row["time"], {})
 
+    def report_of(self, step: int) -> Trained | None:
+        return self.report if self.report is not None and self.report.step == step else None
+
     def committed(self, step: int, seconds: float) -> Trained | None:
         """Returns the report of the step, if the trainer has sent one."""
-        report = self.report if self.report is not None and self.report.step == step else None
-        self.record.committed(step + 1, seconds if report is None else self._at)
+        report = self.report_of(step)
+        self.record.committed(step + 1, seconds if report is None else self.reported_at)
         if report is not None:
             ages = report.token_staleness, report.trajectory_staleness
             self.record.trained(report.facts, *ages, report.busy_s, report.idle_s)
@@ -76,7 +79,7 @@ class JournalledRecord:
         """What was told before is told again, to this record alone."""
         match event:
             case ("trained", step, facts, tokens, trajectories, busy_s, idle_s, seconds, spent):
-                self.report, self._at = Trained(step, facts, tokens, trajectories, busy_s, idle_s), seconds
+                self.report, self.reported_at = Trained(step, facts, tokens, trajectories, busy_s, idle_s), seconds
                 self.record = replace(self.record, **spent)
             case ("commit", step):
                 self.committed(step, self.record.seconds)

@@ -3,8 +3,8 @@ one uses.
 
     for each in leftovers(Path("runs"), Path("cache"), remove=False): print(each.kind, each.name, each.bytes)
 
-A new run reclaims the shared memory of dead ones by itself. Whether somebody lives is told by locks, which the kernel
-drops when a process dies, and for segments that nobody has a record of by who has them mapped.
+A new run reclaims the shared memory of dead ones by itself. Whether a process is alive is known from locks, which the
+kernel drops when it dies; for segments without a record, from the processes that have them mapped.
 """
 
 from __future__ import annotations

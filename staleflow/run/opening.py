@@ -33,7 +33,7 @@ from staleflow.servers.state import recover
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.tasks.opening import TaskSet
 
-LAZY_S = 0.25
+LAZY_S = 1.0
 """How long events may gather. Only the trainer waits for the journal: what others have heard and the journal has not
 is dropped when the next control plane asks what they hold."""
 KEPT_BYTES = 4 << 30

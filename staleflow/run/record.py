@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
 
+from staleflow.config import Config
 from staleflow.types import LedgerCounts
 
 GOAL = 0.9
@@ -149,6 +150,24 @@ class Record:
     @classmethod
     def from_bytes(cls, body: bytes) -> Record:
         return msgspec.json.decode(body, type=cls)
+
+
+def sizes(config: Config) -> dict[str, Any]:
+    """The run by the names of the simulator's settings. One trainer counts as one GPU."""
+    rollout = config.rollout
+    return {
+        "groups": config.groups,
+        "group_size": config.group_size,
+        "staleness": config.staleness,
+        "redundancy": config.redundancy,
+        "extra_members": config.extra_members,
+        "instances": rollout.instances,
+        "training_gpus": 1,
+        "kv_tokens": rollout.kv_tokens,
+        "max_running": rollout.max_running,
+        "chunk": rollout.prefill_tokens,
+        "strategies": asdict(config.strategies),
+    }
 
 
 def _more(figures: dict[str, float]) -> dict[str, float]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from staleflow.observe.metrics import MetricsLog
 from staleflow.run.decisions import older, read_lines
-from staleflow.servers.lifecycle import Group, Trajectory
+from staleflow.servers.lifecycle import TRAINED, Group, Trajectory
 from staleflow.tasks.opening import TaskSet
 from staleflow.tasks.task import Prompt
 from staleflow.types import TOKEN, Spans
@@ -93,7 +93,7 @@ class Samples:
         self._scored.pop(name, None)
 
     def committed(self, step: int, groups: Sequence[Group]) -> dict[str, Any]:
-        members = [each for group in groups for each in group.members if each.state == "consumed"]
+        members = [each for group in groups for each in group.members if each.state in TRAINED]
         known = [(each, found) for each in members if (found := self._scored.pop(each.name, None)) is not None]
         self._write([self._sample(step, *each) for each in _spread(known, self._count)])
         return self._facts(members, [found for _, found in known])

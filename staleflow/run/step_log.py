@@ -1,7 +1,7 @@
 """A line of ``metrics.jsonl`` for every training step, and nothing lost where the disk is full.
 
 log = StepLog(directory.metrics)
-log.add(report, groups, seconds, instances_busy_s)      # a step is committed
+log.add(report, groups, seconds, instances_busy_s)      # before a step is committed: every one that is has its line
 log.write()                                             # also from time to time: what could not be written yet
 log.trouble                                             # why something cannot be written at the moment, if so
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.observe.metrics import MetricsLog
-from staleflow.servers.lifecycle import Group
+from staleflow.servers.lifecycle import TRAINED, Group
 from staleflow.types import Trained
 
 
@@ -30,7 +30,7 @@ class StepLog:
         self, report: Trained, groups: list[Group], seconds: float, busy_s: float, more: Mapping[str, Any] | None = None
     ) -> None:
         """What the trainer reported of a step, the groups it was made of, and ``more`` about their responses."""
-        members = [member for group in groups for member in group.members if member.state == "consumed"]
+        members = [member for group in groups for member in group.members if member.state in TRAINED]
         self._rows.append(
             {
                 "step": report.step,
@@ -72,4 +72,4 @@ class StepLog:
 
 def differ(group: Group) -> bool:
     """Whether its rewards do: otherwise it teaches nothing."""
-    return len({member.reward for member in group.members if member.state == "consumed"}) > 1
+    return len({member.reward for member in group.members if member.state in TRAINED}) > 1

@@ -48,9 +48,9 @@ class Settings:
     cycle_s: float = 0.5
     """At most one decision in this time."""
     instance_timeout_s: float = 60.0
-    """An instance that has not been heard of for so long is taken for dead."""
+    """An instance that has been silent for this long counts as dead."""
     stall_s: float = 3600.0
-    """Without any news for so long, the run ends with an error that says what it waits for."""
+    """Without any news for this long, the run ends with an error that says what it waits for."""
     reward_timeout_s: float = 120.0
     reward_tries: int = 3
     pull_s: float = 1.0
@@ -58,7 +58,7 @@ class Settings:
 
 
 class StalledError(RunError):
-    """Nothing has happened for so long that nothing will; the message says what the run waits for."""
+    """Nothing has happened for a long time, and nothing will; the message says what the run waits for."""
 
     exit_code = 1
 
@@ -93,20 +93,21 @@ class ControlPlane:
         self._done = asyncio.Event()
         self._steps: int | None = None
         self._look_at = 0.0
-        self._news_at = 0.0
-        """When something last happened."""
+        self._news = True
+        """Whether something has happened since the last look."""
 
     async def run(self, steps: int) -> None:
         """Train until ``steps`` versions have been made."""
         self._steps = steps
+        self.watch.gauge.begin(self._now(), self.ledger.version)
         if self.ledger.version >= steps:
             self._end()
             return
         done = asyncio.create_task(self._done.wait(), name=f"run waits for version {steps}")
         tasks = {
             done,
-            asyncio.create_task(self._decide_for_ever(), name="coordinator waits for something to decide"),
-            asyncio.create_task(self._watch_for_ever(), name="watch over instances"),
+            asyncio.create_task(self._keep_deciding(), name="coordinator waits for something to decide"),
+            asyncio.create_task(self._keep_watching(), name="watch over instances"),
         }
         try:
             self._changed()
@@ -185,8 +186,6 @@ class ControlPlane:
         it is known which version the trainer holds, and that it does nothing. One that may still finish what it was
         told before is fed from ``on_trainer_back`` on: a reset would come too late for it."""
         self._feed.away = True  # until everything is known
-        if trainer_there and self._feed.settle(again=True):
-            self._committed()
         for report in reports:
             self.on_report(report)
         here = {name for member in self.members.values() for name in member.residents}
@@ -236,7 +235,7 @@ class ControlPlane:
         self._changed()
 
     def _pulled(self, member: Member) -> None:
-        """An instance may hold a version before the trainer's word of it is here. Until then it counts as holding the
+        """An instance may hold a version before the trainer has announced it. Until then it counts as holding the
         newest that is known, which is never too young."""
         version = min(member.seen, self.ledger.version)
         if version > member.version:
@@ -251,11 +250,10 @@ class ControlPlane:
     def on_scored(self, name: str, reward: float) -> None:
         if not self.scoring.answered(name):
             return
-        self._news_at = self._now()
+        self._news = True
         if completed := self.server.score(name, reward):
             self._completed(*completed)
             self._feed.push_on()
-            self._changed()
 
     def _completed(self, group: Group, running: Iterable[Trajectory] = ()) -> None:
         self._drop(running)
@@ -280,7 +278,7 @@ class ControlPlane:
 
     # Decisions
 
-    async def _decide_for_ever(self) -> None:
+    async def _keep_deciding(self) -> None:
         while True:
             await self._work.wait()
             self._work.clear()
@@ -328,11 +326,13 @@ class ControlPlane:
         submitted: dict[str, list[Trajectory]] = {}
         interrupted: dict[str, list[Trajectory]] = {}
         for command in commands:
+            if isinstance(command, Route):
+                name, _, instance, version = command
+                self.watch.routed += 1
+                if placed := self.server.place(name, instance, version):
+                    submitted.setdefault(instance, []).append(placed)
+                continue
             match command:
-                case Route(name, _, instance, version):
-                    self.watch.routed += 1
-                    if placed := self.server.place(name, instance, version):
-                        submitted.setdefault(instance, []).append(placed)
                 case Interrupt(name, instance, _) | Truncate(name, instance):
                     if self.server.interrupt(name):
                         interrupted.setdefault(instance, []).append(self.server.trajectories[name])
@@ -362,13 +362,14 @@ class ControlPlane:
         self._changed()
 
     def _drop(self, trajectories: Iterable[Trajectory]) -> None:
-        """Tell the instances that these are wanted no more."""
+        """Tell the instances to drop these."""
         by_instance: dict[str, list[Trajectory]] = {}
         for each in trajectories:
             if each.instance in self.members:
                 by_instance.setdefault(each.instance, []).append(each)
         for instance, dropped in by_instance.items():
             self.members[instance].abort(dropped)
+            self._changed()
 
     # Within
 
@@ -396,13 +397,16 @@ class ControlPlane:
             held = [self.members[peer.instance].version for peer in group.members if peer.instance in self.members]
             self.server.renew(group, max(group.version, min(held)))
 
-    async def _watch_for_ever(self) -> None:
-        """Nobody reports that it is dead: look, and do not wait for ever for something that will not come."""
-        self._news_at = self._now()
+    async def _keep_watching(self) -> None:
+        """No instance reports its own death, and a stalled run does not report itself: look for both."""
+        news_at = self._now()
         while True:
             await asyncio.sleep(self.settings.instance_timeout_s / 4)
-            self._watch(self._now())
-            if self._now() - self._news_at > self.settings.stall_s:
+            now = self._now()
+            self._watch(now)
+            if self._news:
+                self._news, news_at = False, now
+            if now - news_at > self.settings.stall_s:
                 silence = f"nothing was heard for {self.settings.stall_s:g} s"
                 raise StalledError(f"{self.watch.stalled()}, {silence}")
             self._work.set()
@@ -425,9 +429,8 @@ class ControlPlane:
                 member.revive(heard, self.ledger.version)
 
     def _changed(self) -> None:
-        self._news_at = self._now()
-        if not self._work.is_set():
-            self._work.set()
+        self._news = True
+        self._work.set()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -61,28 +61,25 @@ class TrainerFeed:
         return True
 
     def lost(self) -> bool:
-        """The trainer died. Whether a version had become durable that was not announced."""
+        """The trainer died: its step is rolled back, unless a version had become durable that was not announced.
+        Whether one had."""
         self.away = True
-        return self.settle()
+        news = self.pushed(self._trainer.durable())
+        if self._server.ledger.taken:
+            self._server.rollback(self._server.ledger.version)
+        return news
 
     def back(self) -> bool:
-        """A trainer is there again, at the newest durable version, with nothing fed. Answers as ``lost`` does."""
+        """A trainer is there, at the newest durable version, with nothing fed. Answers as ``lost`` does. A step that
+        is full is made of the same groups: there may be tokens of its version already."""
         self.away = False
-        news = self.settle(again=True)
-        self._trainer.reset()  # what it was fed before, if anything, is fed again
         ledger = self._server.ledger
-        if ledger.frontier > ledger.version:
+        news = self.pushed(self._trainer.durable())
+        full = ledger.frontier > ledger.version
+        if ledger.taken and not full:
+            self._server.rollback(ledger.version)
+        self._trainer.reset()  # what it was fed before, if anything, is fed again
+        if full:
             self._trainer.feed(ledger.version, [self._server.groups[name] for name in self._server.leased])
             self._trainer.finish(ledger.version)
         return news
-
-    def settle(self, again: bool = False) -> bool:
-        """Commit the open step if its version is durable, and otherwise roll it back. Whether it was committed.
-
-        ``again``: a step that was full is made of the same groups, for there may be tokens of its version already."""
-        ledger = self._server.ledger
-        if self.pushed(self._trainer.durable()):
-            return True
-        if ledger.taken and not (again and ledger.frontier > ledger.version):
-            self._server.rollback(ledger.version)
-        return False

@@ -1,4 +1,4 @@
-"""The instances as the control plane knows them: what was last heard of each, and the commands that cannot show yet.
+"""The instances as the control plane knows them: their latest reports, and the commands that these cannot show yet.
 
 A state says which command it was taken after. Commands with a higher number are counted on top of it (the speculative
 state), so a decision never forgets what was decided a moment ago, however late instances are heard.
@@ -51,7 +51,7 @@ class Member:
     touched: bool = True
     """Whether a command or a report has changed what its row should show."""
     lost: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
-    """What it held when it was taken for dead; to be dropped there should it come back."""
+    """What it held when it was declared dead; to be dropped there if it comes back."""
     seen: int = -1
     """The version it has reported to hold; -1 before its first pull."""
     version: int = -1
@@ -69,8 +69,11 @@ class Member:
         return cls(port, term, heard.incarnation, seen=state.version, version=version, max_running=state.max_running)
 
     def submit(self, trajectories: Sequence[Trajectory], work: list[Work]) -> None:
-        self.issued.append(Issued(self.number + 1, len(trajectories), sum(each.context for each in trajectories)))
-        self.residents.update((each.name, each) for each in trajectories)
+        context = 0
+        for each in trajectories:
+            self.residents[each.name] = each
+            context += each.context
+        self.issued.append(Issued(self.number + 1, len(trajectories), context))
         self.port.send(Submit(self._next(), work))
 
     def interrupt(self, trajectories: Sequence[Trajectory]) -> None:
@@ -82,6 +85,11 @@ class Member:
             self.residents.pop(each.name, None)
         self.forget([(each.name, each.epoch) for each in trajectories])
 
+    def left(self, name: str, epoch: int) -> None:
+        """A trajectory is not there any more; unless it was sent there again since."""
+        if (trajectory := self.residents.get(name)) is not None and trajectory.epoch == epoch:
+            del self.residents[name]
+
     def pull(self, version: int) -> None:
         self.pulling = version
         self.port.send(PullWeights(self._next(), version))
@@ -91,7 +99,7 @@ class Member:
         self.port.send(Drop(self._next(), list(names)))
 
     def revive(self, heard: Heard, newest: int) -> None:
-        """It is heard of again. The same incarnation still holds what was taken from it."""
+        """It reports again. The same incarnation still holds what was taken from it."""
         if heard.incarnation == self.incarnation:
             if self.lost:
                 self.forget(self.lost)
@@ -120,8 +128,8 @@ class Member:
         """The version of whatever it decodes next."""
         return self.version if self.pulling is None else self.pulling
 
-    def write(self, row: int, table: Fleet, heard: Heard, cost: CostModel, headroom: int) -> None:
-        """Put the instance, with every command counted in, into its row of the table."""
+    def write(self, row: int, table: Fleet, heard: Heard, cost: CostModel, headroom: int) -> int:
+        """Put the instance, with every command counted in, into its row of the table. How many it runs."""
         term, incarnation, number = heard.applied
         shown = number if (term, incarnation) == (self.term, self.incarnation) else 0
         if self.issued and self.issued[0].number <= shown:
@@ -134,7 +142,7 @@ class Member:
             context += each.context
             free -= each.context + headroom * each.running
         table.version[row] = self.holds
-        table.running[row] = max(0, running)
+        table.running[row] = running = max(0, running)
         table.waiting[row] = state.waiting
         table.context[row] = max(0, context)
         table.kv_free[row] = free
@@ -145,6 +153,7 @@ class Member:
             sequences, tokens, seconds = state.step
             measured = cost.step(sequences, tokens) / seconds
             table.speed[row] += 0.5 * (measured - table.speed[row])
+        return running
 
     def _next(self) -> Fence:
         self.number += 1
@@ -162,6 +171,10 @@ class FleetTable:
         self._cost = cost
         self._headroom = headroom
         self._all_at = 0.0
+        self.places = [0] * len(self.members)
+        """How many more each could run."""
+        self.waiting = [0] * len(self.members)
+        """How many wait for memory inside each."""
 
     @property
     def cost_error(self) -> float:
@@ -175,6 +188,9 @@ class FleetTable:
             self._all_at = now + ALL_S
         for row, member in enumerate(self.members):
             if everyone or member.touched:
-                member.write(row, self.fleet, member.port.heard(), self._cost, self._headroom)
+                heard = member.port.heard()
+                running = member.write(row, self.fleet, heard, self._cost, self._headroom)
+                self.places[row] = max(0, member.max_running - running) if member.open else 0
+                self.waiting[row] = heard.state.waiting
                 member.touched = False
         return self.fleet

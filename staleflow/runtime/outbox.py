@@ -1,4 +1,4 @@
-"""Nobody acts on an event before it is durable.
+"""No part acts on an event before it is durable.
 
 The journal commits in groups, a few milliseconds behind the control plane. What the control plane says meanwhile waits
 here, in order, until the journal has caught up with everything that was written before it was said. So whatever an
@@ -30,17 +30,12 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def send(self, deliver: Callable[..., None], *message: Any) -> None:
-        """When everything that has been written is durable."""
-        self._behind(self._journal.position, deliver, message)
-
-    def pass_on(self, deliver: Callable[..., None], *message: Any) -> None:
-        """Now, or behind what waits: nothing comes of it that the next term of the control plane must know."""
-        self._behind(0, deliver, message)
-
-    def _behind(self, position: int, deliver: Callable[..., None], message: tuple[Any, ...]) -> None:
+    def send(self, deliver: Callable[..., None], *message: Any, held: bool = True) -> None:
+        """When everything that has been written is durable. Without ``held`` now, or behind what waits: nothing comes
+        of it that the next term of the control plane must know."""
         if self._closed:
             return
+        position = self._journal.position if held else 0
         if not self._waiting and position <= self._journal.durable:
             deliver(*message)
             return
@@ -72,7 +67,7 @@ class Outbox:
 
 
 class HeldInstance:
-    """An instance that hears of nothing that might be forgotten."""
+    """An instance whose commands wait until what they follow from is durable."""
 
     def __init__(self, port: InstancePort, outbox: Outbox) -> None:
         self.name = port.name
@@ -86,21 +81,21 @@ class HeldInstance:
 
 
 class HeldTrainer:
-    """A trainer that makes no version of anything that might be forgotten.
+    """A trainer that ends no step before the step is durable.
 
-    It may hear of groups at once: until ``finish`` they are only gradients in its memory, and the next term of the
+    It gets groups at once: until ``finish`` they are only gradients in its memory, and the next term of the
     control plane begins with ``reset``.
     """
 
     def __init__(self, port: TrainerPort, outbox: Outbox, on_wait: Callable[[float], None] | None = None) -> None:
-        """``on_wait`` is told how many seconds the word that a step is whole waited for the journal."""
+        """``on_wait`` is called with the seconds for which the end of a step waited for the journal."""
         self._port = port
         self._outbox = outbox
         self._on_wait = on_wait
         self._resets = 0
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:
-        self._outbox.pass_on(self._unless_reset, self._resets, self._port.feed, step, groups)
+        self._outbox.send(self._unless_reset, self._resets, self._port.feed, step, groups, held=False)
 
     def finish(self, step: int) -> None:
         if self._on_wait is not None:
@@ -113,7 +108,7 @@ class HeldTrainer:
         self._outbox.send(self._port.reset)
 
     def _unless_reset(self, resets: int, deliver: Callable[..., None], *message: Any) -> None:
-        """What a reset would undo is not sent: the one that it was meant for may have died while it waited."""
+        """What a reset would undo is not sent: the trainer that it was meant for may have died while it waited."""
         if resets == self._resets:
             deliver(*message)
 

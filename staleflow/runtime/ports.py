@@ -23,7 +23,7 @@ class Heard(NamedTuple):
 class InstancePort(Protocol):
     name: str
 
-    def send(self, command: Command) -> None: ...
+    def send(self, command: Command, /) -> None: ...
 
     def heard(self) -> Heard:
         """The latest that is known; a dead instance's grows old."""

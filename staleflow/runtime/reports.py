@@ -15,7 +15,7 @@ from staleflow.runtime.situate import Gauge
 from staleflow.servers.lifecycle import Group
 from staleflow.servers.payloads import BadReportError
 from staleflow.servers.trajectories import TrajectoryServer
-from staleflow.types import Chunk, Report, Spans, TrajectoryNews
+from staleflow.types import Chunk, Report, Spans
 
 MOST_FAULTS = 3
 """Reports about one trajectory that cannot be true before its group is given up."""
@@ -36,55 +36,47 @@ class Reports:
         self._release = release
 
     def take(self, member: Member, report: Report) -> None:
-        server = self._server
-        for news in report.progress:
-            self._believe(member, server.stream, news)
-        for news in report.finished:
-            if self._believe(member, server.generated, news):
-                trajectory = server.trajectories[news.trajectory]
-                self._gauge.finished(trajectory.generated, trajectory.group.version or 0)
-                self._scoring.ask(trajectory)
-                self.truncating.discard(news.trajectory)
-            _left(member, news.trajectory, news.epoch)
-        for news in report.returned:
-            self._believe(member, self._returned, news)
-            _left(member, news.trajectory, news.epoch)
+        for tell, reported in (
+            (self._server.stream, report.progress),
+            (self._generated, report.finished),
+            (self._returned, report.returned),
+        ):
+            for news in reported:
+                name, epoch = news.trajectory, news.epoch
+                try:
+                    tell(name, epoch, news.spans, news.chunk)
+                except BadReportError as error:
+                    member.forget([(name, epoch)])
+                    self._fault(member, name, epoch, str(error), "bad reports")
+                if reported is not report.progress:
+                    member.left(name, epoch)
         for name, epoch, why in report.failed:
             self._fault(member, name, epoch, why, "no engine could serve it")
-
-    def _believe(
-        self, member: Member, tell: Callable[[str, int, Spans, Chunk | None], bool], news: TrajectoryNews
-    ) -> bool:
-        """Whether it was news to the server."""
-        try:
-            return tell(news.trajectory, news.epoch, news.spans, news.chunk)
-        except BadReportError as error:
-            member.forget([(news.trajectory, news.epoch)])
-            self._fault(member, news.trajectory, news.epoch, str(error), "bad reports")
-            return False
 
     def _fault(self, member: Member, name: str, epoch: int, why: str, reason: str) -> None:
         """It is not to continue there. Elsewhere it may, a few times."""
         self.on_bad(member.name, reason, why)
         self.truncating.discard(name)
-        _left(member, name, epoch)
+        member.left(name, epoch)
         trajectory = self._server.fault(name, epoch, why)
         if trajectory is not None and trajectory.faults >= MOST_FAULTS:
             self._release(trajectory.group, reason)
 
-    def _returned(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None) -> bool:
+    def _generated(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None) -> None:
+        if self._server.generated(name, epoch, spans, chunk):
+            trajectory = self._server.trajectories[name]
+            self._gauge.finished(trajectory.generated, trajectory.group.version or 0)
+            self._scoring.ask(trajectory)
+            self.truncating.discard(name)
+
+    def _returned(self, name: str, epoch: int, spans: Spans, chunk: Chunk | None) -> None:
         server = self._server
         trajectory = server.trajectories.get(name)
         if trajectory is None or trajectory.epoch != epoch or name not in self.truncating:
-            return server.give_back(name, epoch, spans, chunk)
+            server.give_back(name, epoch, spans, chunk)
+            return
         self.truncating.discard(name)
-        news = bool(spans) and server.generated(name, epoch, spans, chunk)
-        if news:
+        if spans and server.generated(name, epoch, spans, chunk):
             self._scoring.ask(trajectory)
-        return news or server.give_back(name, epoch, spans)
-
-
-def _left(member: Member, name: str, epoch: int) -> None:
-    """It is not there any more, news or not; unless it was sent there again since."""
-    if (trajectory := member.residents.get(name)) is not None and trajectory.epoch == epoch:
-        del member.residents[name]
+        else:
+            server.give_back(name, epoch, spans)

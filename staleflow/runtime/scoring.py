@@ -28,7 +28,7 @@ class Scoring:
         self._tries = tries
         self._give_up = give_up
         self.on_answer: Callable[[float], None] = lambda _seconds: None
-        """Told how long each answer took."""
+        """Called with the seconds that each answer took."""
         self._asked: dict[str, _Asked] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -44,9 +44,10 @@ class Scoring:
     def answered(self, name: str) -> bool:
         """Whether anyone was waiting for this answer."""
         asked = self._asked.pop(name, None)
-        if asked is not None:
-            self.on_answer(asyncio.get_running_loop().time() - asked.since)
-        return asked is not None
+        if asked is None:
+            return False
+        self.on_answer(asyncio.get_running_loop().time() - asked.since)
+        return True
 
     def failed(self, name: str, why: str) -> None:
         asked = self._asked.get(name)
@@ -61,7 +62,7 @@ class Scoring:
             self._give_up(asked.trajectory, why)
 
     def close(self) -> None:
-        """Wait for no answer any more: those that come are no news."""
+        """Stop waiting: answers that still come are ignored."""
         self._asked.clear()
         if self._timer is not None:
             self._timer.cancel()

@@ -19,7 +19,7 @@ from staleflow.servers.lifecycle import Trajectory
 from staleflow.servers.trajectories import TrajectoryServer
 
 MOST_QUEUED = 4096
-"""One decision looks at no more trajectories than this, so that it takes tens of milliseconds; the next one goes on."""
+"""One decision looks at no more trajectories than this: it takes tens of milliseconds, and the next one continues."""
 
 
 LEVELLING_S = 5.0
@@ -37,12 +37,6 @@ class Lengths:
     squares: int = 0
     longest: int = 0
 
-    def add(self, tokens: int) -> None:
-        self.count += 1
-        self.total += tokens
-        self.squares += tokens * tokens
-        self.longest = max(self.longest, tokens)
-
 
 @dataclass(slots=True)
 class Gauge:
@@ -56,9 +50,14 @@ class Gauge:
     mean_tokens: float = 0.0
     grown_tokens: float = 0.0
     longest_tokens: float = 0.0
-    _published: dict[int, float] = field(default_factory=lambda: {0: 0.0})
-    _lengths: dict[int, Lengths] = field(default_factory=lambda: {0: Lengths()})
+    _published: dict[int, float] = field(default_factory=dict[int, float])
+    _lengths: dict[int, Lengths] = field(default_factory=dict[int, Lengths])
     _pulls: dict[str, float] = field(default_factory=dict[str, float])
+
+    def begin(self, now: float, version: int) -> None:
+        """Steps are made from now on, the first one of this version."""
+        self._published.setdefault(version, now)
+        self._lengths.setdefault(version, Lengths())
 
     def pull_began(self, instance: str, now: float) -> None:
         self._pulls[instance] = now
@@ -82,8 +81,11 @@ class Gauge:
 
     def finished(self, tokens: int, version: int) -> None:
         """A trajectory of a group of ``version`` has ended."""
-        if version in self._lengths:
-            self._lengths[version].add(tokens)
+        if (lengths := self._lengths.get(version)) is not None:
+            lengths.count += 1
+            lengths.total += tokens
+            lengths.squares += tokens * tokens
+            lengths.longest = max(lengths.longest, tokens)
 
     def pace(self) -> Pace:
         return Pace(self.step_s, self.mean_tokens, self.grown_tokens, self.longest_tokens)
@@ -182,13 +184,12 @@ class Watch:
         """One consistent picture of this moment."""
         server, table, strategies, blocking = self._server, self.table, self._strategies, self.blocking
         ledger, fleet, pace = server.ledger, table.refresh(now), self.gauge.pace()
-        free = int(np.maximum(0, fleet.max_running - fleet.running)[fleet.alive].sum())
         versions = {version for version in fleet.version.tolist() if version >= 0} | {ledger.version}
         return Situation(
             now=now,
             newest=ledger.version,
             fleet=fleet,
-            queue=self._line.queue(server, min(MOST_QUEUED, free)),
+            queue=self._line.queue(server, min(MOST_QUEUED, sum(table.places))),
             room={version: ledger.room(version) for version in versions},
             cost=self._cost,
             pull_s=self.gauge.pull_s,
@@ -199,7 +200,7 @@ class Watch:
             blockers=blockers(server, table.rows, blocking.groups)
             if len(blocking.groups) <= strategies.tail_groups
             else [],
-            thrashing=thrashing(table) if fleet.waiting.any() else [],
+            thrashing=thrashing(table) if any(table.waiting) else [],
             movable=movable(table, ledger.version, pace.step_s) if strategies.migration == "gain" else [],
             blocked_since=blocking.since,
             turn=self.routed,

@@ -6,7 +6,7 @@ applied by the method named after it, ``_on_admit`` and so on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from staleflow.protocol import REDUNDANT, Ledger
 from staleflow.servers.journal import NOTES, Event
@@ -36,6 +36,8 @@ class Book:
         """By step: what it was made of."""
         self.on_aborted: Callable[[Trajectory, str], None] = lambda _trajectory, _reason: None
         """Called for every trajectory that ends without being trained, with the reason."""
+        self.on_committing: Callable[[int, list[Group]], None] = lambda _step, _groups: None
+        """Called before a step is committed, with its groups: what is written here is there for every step that is."""
         self.on_committed: Callable[[int, list[Group]], None] = lambda _step, groups: let_go(groups)
         """Called for every step that is committed, with its groups. Whoever listens calls ``let_go`` on them."""
         self._handlers: dict[str, Callable[..., None]] = {
@@ -52,7 +54,8 @@ class Book:
     def hold(self, group: Group) -> None:
         """A group is live from now on."""
         self.groups[group.name] = group
-        self.trajectories.update((member.name, member) for member in group.members)
+        for member in group.members:
+            self.trajectories[member.name] = member
         if group.version is None:
             self._fresh[group.name] = group
         if self.payloads is not None:
@@ -105,7 +108,8 @@ class Book:
             raise ValueError(f"group {name} cannot be reserved with version {version}: the ledger has no room")
         group = self._fresh.pop(name)
         group.version = version
-        self._resuming.update((member.name, member) for member in group.members)
+        for member in group.members:
+            self._resuming[member.name] = member
 
     def _on_lower(self, name: str, version: int) -> None:
         if not self.ledger.lower(name, version):
@@ -184,14 +188,15 @@ class Book:
     def _on_commit(self, step: int) -> None:
         self.ledger.commit(step)
         groups = [self.groups.pop(name) for name in self.leased]
+        needless = list(self.leased)
         for group in groups:
             self.attempts.pop(group.prompt, None)
             for member in group.members:
                 del self.trajectories[member.name]
                 if member.state == "complete":
                     member.go("consumed")
-                    self._drop(member.name, self.keeps_steps)
-            self._drop(group.name, self.keeps_steps)
+                    needless.append(member.name)
+        self._drop(needless, self.keeps_steps)
         if self.keeps_steps:
             self.made[step] = MadeStep.of(groups)
         self.leased = []
@@ -222,16 +227,16 @@ class Book:
                 del self.trajectories[member.name]
                 self._abort(member, reason)
             let_go([group])
-            self._drop(name)
+            self._drop([name])
         return running
 
-    def _drop(self, name: str, stays: bool = False) -> None:
-        """The payload of a trajectory, or the prompt of a group, is no longer needed in memory, nor on disk unless it
-        ``stays``."""
+    def _drop(self, names: Sequence[str], stays: bool = False) -> None:
+        """The payload of trajectories and the prompts of groups are no longer needed in memory, nor on disk unless they
+        stay."""
         if self.payloads is not None:
-            self.payloads.drop(name)
+            self.payloads.drop(names)
             if not stays:
-                self._dropped.append(name)
+                self._dropped += names
 
     def _progress(self, name: str) -> float:
         """What is given up first where redundancy admitted too much: the group with the fewest scored members."""
@@ -241,7 +246,7 @@ class Book:
         self._resuming.pop(member.name, None)
         if member.state != "aborted":
             member.go("aborted")
-            self._drop(member.name)
+            self._drop([member.name])
             self._news.append(lambda: self.on_aborted(member, reason))
 
 

@@ -30,6 +30,8 @@ NEXT: dict[State, tuple[State, ...]] = {
     "aborted": (),
 }
 """``queued -> generated``: its instance was taken for dead, and finished it after all before it went elsewhere."""
+TRAINED: tuple[State, ...] = ("complete", "consumed")
+"""Of a group whose step is being committed, or is: those that it was trained on."""
 
 
 @dataclass(slots=True, eq=False)

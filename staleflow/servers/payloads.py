@@ -15,10 +15,10 @@ that was admitted is ever refused for lack of memory, and the limit is never exc
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,11 +63,12 @@ class Limits:
 class _Arrays:
     """The arrays of one trajectory: as they came, and one piece once somebody has asked for them."""
 
-    __slots__ = ("limit", "logprobs", "size", "tokens")
+    __slots__ = ("later", "limit", "logprobs", "size", "tokens")
 
     def __init__(self, limit: int) -> None:
-        self.tokens: bytes | list[bytes] = b""
-        self.logprobs: bytes | list[bytes] = b""
+        self.tokens = self.logprobs = b""
+        self.later: list[Chunk] = []
+        """What came after them."""
         self.size = 0
         """Bytes of both."""
         self.limit = limit
@@ -96,7 +97,8 @@ class Payloads:
         """Make room for a group; its prompt is added as a chunk."""
         limit = self.limits.max_tokens * TOKEN_BYTES
         self._held[group] = _Arrays(0)
-        self._held.update((name, _Arrays(limit)) for name in members)
+        for name in members:
+            self._held[name] = _Arrays(limit)
         self.claimed += limit * len(members)
 
     def checked_prompt(self, prompt: int, length: int, ids: bytes) -> bytes:
@@ -106,7 +108,7 @@ class Payloads:
                 f"prompt {prompt} has {count} tokens, {length} were announced and 1 to max_prompt_tokens="
                 f"{self.limits.max_prompt_tokens} are allowed: raise that, or leave the prompt out"
             )
-        self._check_ids("prompt", prompt, ids)
+        self._check_range(f"prompt {prompt}", *range_of(ids))
         return ids
 
     # Growth
@@ -134,7 +136,9 @@ class Payloads:
         if (again := known - chunk.start) > 0:
             self._check_same(name, chunk, again)
             chunk = chunk.after(known)
-        self._check_ids("trajectory", name, chunk.tokens)
+        least, most = range_of(chunk.tokens)
+        if least < 0 or most >= self.limits.vocab_size:
+            self._check_range(f"trajectory {name}", least, most)
         if not are_logprobs(chunk.logprobs):
             logprobs = np.frombuffer(chunk.logprobs, LOGPROB)
             at = int(np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= LOGPROB_SLACK)))[0])
@@ -146,11 +150,8 @@ class Payloads:
     def add(self, name: str, chunk: Chunk) -> None:
         """Append what was checked."""
         held = self._held[name]
-        if isinstance(held.tokens, list):
-            held.tokens.append(chunk.tokens)
-            cast(list[bytes], held.logprobs).append(chunk.logprobs)
-        elif held.tokens:
-            held.tokens, held.logprobs = [held.tokens, chunk.tokens], [cast(bytes, held.logprobs), chunk.logprobs]
+        if held.size:
+            held.later.append(chunk)
         else:
             held.tokens, held.logprobs = chunk.tokens, chunk.logprobs
         size = len(chunk.tokens) + len(chunk.logprobs)
@@ -166,30 +167,32 @@ class Payloads:
             self.claimed -= held.limit - held.size
             held.limit = 0
 
-    def drop(self, name: str) -> None:
-        """Its memory is free."""
-        held = self._held.pop(name)
-        self.bytes -= held.size
-        self.claimed -= held.limit or held.size
+    def drop(self, names: Iterable[str]) -> None:
+        """Their memory is free."""
+        for name in names:
+            held = self._held.pop(name)
+            self.bytes -= held.size
+            self.claimed -= held.limit or held.size
 
     # What is held, as arrays on the same memory
 
     def __contains__(self, name: str) -> bool:
         return name in self._held
 
-    def token_bytes(self, name: str) -> bytes:
-        """Its token ids as they are kept: little-endian int32."""
-        return _join(self._held[name])[0]
-
-    def logprob_bytes(self, name: str) -> bytes:
-        """Its log-probabilities as they are kept: little-endian float32."""
-        return _join(self._held[name])[1]
+    def bytes_of(self, name: str) -> tuple[bytes, bytes]:
+        """Its token ids and log-probabilities as they are kept: little-endian int32 and float32."""
+        held = self._held[name]
+        if held.later:
+            held.tokens = b"".join((held.tokens, *[each.tokens for each in held.later]))
+            held.logprobs = b"".join((held.logprobs, *[each.logprobs for each in held.later]))
+            held.later = []
+        return held.tokens, held.logprobs
 
     def tokens(self, name: str) -> npt.NDArray[np.int32]:
-        return np.frombuffer(_join(self._held[name])[0], TOKEN)
+        return np.frombuffer(self.bytes_of(name)[0], TOKEN)
 
     def logprobs(self, name: str) -> npt.NDArray[np.float32]:
-        return np.frombuffer(_join(self._held[name])[1], LOGPROB)
+        return np.frombuffer(self.bytes_of(name)[1], LOGPROB)
 
     def _check_same(self, name: str, chunk: Chunk, count: int) -> None:
         """Tokens that come again must be those that are known: else two engines write to one trajectory."""
@@ -200,11 +203,10 @@ class Payloads:
                 f"trajectory {name}: token {chunk.start + at} is {known[at]} and was sent again as {sent[at]}"
             )
 
-    def _check_ids(self, kind: str, name: str | int, ids: bytes) -> None:
-        least, most = range_of(ids)
+    def _check_range(self, what: str, least: int, most: int) -> None:
         if least < 0 or most >= self.limits.vocab_size:
             bad = least if least < 0 else most
-            raise BadReportError(f"{kind} {name} has token {bad}, outside the vocabulary of {self.limits.vocab_size}")
+            raise BadReportError(f"{what} has token {bad}, outside the vocabulary of {self.limits.vocab_size}")
 
 
 def range_of(ids: bytes) -> tuple[int, int]:
@@ -227,12 +229,6 @@ def are_logprobs(values: bytes) -> bool:
         return isfinite(sum(few)) and max(few) <= LOGPROB_SLACK  # one that is not finite makes the sum so
     many = np.frombuffer(values, LOGPROB)
     return bool(np.isfinite(many).all()) and bool(many.max() <= LOGPROB_SLACK)
-
-
-def _join(held: _Arrays) -> tuple[bytes, bytes]:
-    if type(held.tokens) is list:
-        held.tokens, held.logprobs = b"".join(held.tokens), b"".join(cast(list[bytes], held.logprobs))
-    return held.tokens, held.logprobs  # type: ignore[return-value]
 
 
 class Packed(NamedTuple):

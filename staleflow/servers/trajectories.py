@@ -26,6 +26,8 @@ from staleflow.servers.payloads import BadReportError, Payloads
 from staleflow.servers.state import to_state
 from staleflow.types import Chunk, Row, Spans, Work, token_count
 
+Kept = tuple[str, Chunk]
+"""Payload that an event brings: of what, and the tokens."""
 ON_AN_INSTANCE: tuple[State, ...] = ("running", "interrupted")
 UNFINISHED: tuple[State, ...] = ("queued", *ON_AN_INSTANCE)
 
@@ -129,9 +131,9 @@ class TrajectoryServer(Book):
         if trajectory is None or token_count(spans) <= trajectory.generated:
             return False
         news = self._checked(trajectory, spans, chunk)
-        if not self._within(trajectory.group, spans):
+        if news is None:
             return False
-        self._record(("stream", name, spans), news)
+        self._record(("stream", name, spans), *news)
         return True
 
     def interrupt(self, name: str) -> bool:
@@ -156,10 +158,10 @@ class TrajectoryServer(Book):
         if trajectory is None or not epoch:
             return False
         news = self._checked(trajectory, spans, chunk)
-        if not self._within(trajectory.group, spans):
+        if news is None:
             self.give_back(name, epoch, trajectory.spans)
             return False
-        self._record(("generated", name, spans), news)
+        self._record(("generated", name, spans), *news)
         return True
 
     def fault(self, name: str, epoch: int, why: str) -> Trajectory | None:
@@ -176,7 +178,8 @@ class TrajectoryServer(Book):
         if trajectory is None or trajectory.state != "generated":
             return None
         self._record(("score", name, reward))
-        return self.occupy(trajectory.group)
+        group = trajectory.group
+        return self.occupy(group) if group.scored >= group.needed else None
 
     def occupy(self, group: Group) -> tuple[Group, list[Trajectory]] | None:
         """Complete the group if enough members are scored: after a score, or where a crash came right after one."""
@@ -204,7 +207,7 @@ class TrajectoryServer(Book):
         names = self.ledger.take()
         if names:
             self.leased += names
-            self._write(("lease", tuple(names)))
+            self._record(("lease", tuple(names)), applied=True)
         return [self.groups[name] for name in names]
 
     def consume(self) -> tuple[list[Group], list[Trajectory]]:
@@ -213,7 +216,7 @@ class TrajectoryServer(Book):
         batch = self.ledger.consume(rank=self._progress)
         self.leased = list(batch.groups)
         running = self._forget(batch.aborted, REDUNDANT)
-        self._write(("consume", tuple(batch.groups), tuple(batch.aborted)))
+        self._record(("consume", tuple(batch.groups), tuple(batch.aborted)), applied=True)
         return [self.groups[name] for name in batch.groups if name not in before], running
 
     def work(self, trajectory: Trajectory) -> Work:
@@ -222,10 +225,8 @@ class TrajectoryServer(Book):
         work = name, trajectory.epoch, group.name, group.prompt_tokens, trajectory.spans
         if payloads is None:
             return Work(*work)
-        prompt = payloads.token_bytes(group.name)
-        if not trajectory.generated:
-            return Work(*work, prompt)
-        return Work(*work, prompt, payloads.token_bytes(name), payloads.logprob_bytes(name))
+        prompt, _ = payloads.bytes_of(group.name)
+        return Work(*work, prompt, *(payloads.bytes_of(name) if trajectory.generated else ()))
 
     def rows(self, groups: Iterable[Group]) -> list[Row]:
         """What the trainer needs of complete groups, on the server's own memory."""
@@ -233,21 +234,16 @@ class TrajectoryServer(Book):
         if payloads is None:
             raise ValueError("this server keeps no payload: give it one to train on")
         return [
-            Row(
-                member.name,
-                payloads.token_bytes(group.name),
-                payloads.token_bytes(member.name),
-                payloads.logprob_bytes(member.name),
-                member.spans,
-                member.reward or 0.0,
-            )
+            Row(member.name, prompt, *payloads.bytes_of(member.name), member.spans, member.reward or 0.0)
             for group in groups
+            for prompt, _ in (payloads.bytes_of(group.name),)
             for member in group.members
             if member.state == "complete"
         ]
 
     def commit(self, step: int) -> None:
         """The version that the step made is durable."""
+        self.on_committing(step, [self.groups[name] for name in self.leased])
         self._record(("commit", step))
         self._journal.may_snapshot(lambda: to_state(self) | {"beside": self.beside()})
 
@@ -271,14 +267,12 @@ class TrajectoryServer(Book):
         """Write down something that changes nothing here, for those who ask what happened."""
         self._journal.append(event)
 
-    def _record(self, event: Event, kept: tuple[str, Chunk] | None = None) -> None:
+    def _record(self, event: Event, kept: Kept | None = None, *, applied: bool = False) -> None:
         """Apply, then write: what cannot be applied is never written, and nothing outside has seen it yet."""
-        self._handlers[event[0]](*event[1:])
+        if not applied:
+            self._handlers[event[0]](*event[1:])
         if kept is not None and self.payloads is not None:
             self.payloads.add(*kept)
-        self._write(event, kept)
-
-    def _write(self, event: Event, kept: tuple[str, Chunk] | None = None) -> None:
         dropped: Sequence[str] = ()
         if self._dropped:
             dropped, self._dropped = self._dropped, []
@@ -286,10 +280,13 @@ class TrajectoryServer(Book):
         if self._news:
             self._tell()
 
-    def _checked(self, trajectory: Trajectory, spans: Spans, chunk: Chunk | None) -> tuple[str, Chunk] | None:
-        """What a report brings of payload, after everything that can be checked about it was."""
-        name, frontier = trajectory.name, self.ledger.frontier
-        if spans and spans[-1][0] > frontier:
+    def _checked(self, trajectory: Trajectory, spans: Spans, chunk: Chunk | None) -> tuple[Kept] | tuple[()] | None:
+        """What a report brings of payload, if anything, after everything that can be checked about it was.
+
+        None if tokens this old may not be in the group. They are older than its reservation if it was renewed while an
+        instance that was taken for dead continued; then the ledger must allow it."""
+        name, group, ledger = trajectory.name, trajectory.group, self.ledger
+        if spans and spans[-1][0] > ledger.version and spans[-1][0] > (frontier := ledger.frontier):
             raise BadReportError(
                 f"trajectory {name} has tokens of version {spans[-1][0]}, but the newest that can exist is {frontier}"
             )
@@ -297,23 +294,14 @@ class TrajectoryServer(Book):
             raise BadReportError(
                 f"trajectory {name} reports the versions {spans}, which do not continue {trajectory.spans}"
             )
-        if self.payloads is None:
-            return None
-        news = self.payloads.checked(name, trajectory.generated, token_count(spans), chunk)
-        return (name, news) if news is not None and news.tokens else None
-
-    def _within(self, group: Group, spans: Spans) -> bool:
-        """Whether tokens this old may be in the group. They are older than its reservation if it was renewed while an
-        instance that was taken for dead continued; then the ledger must allow it."""
-        if group.version is None or not spans:
-            return True
-        oldest = min(spans)[0]
-        if oldest >= group.version:
-            return True
-        if not self.ledger.lower(group.name, oldest):
-            return False
-        self._record(("lower", group.name, oldest))
-        return True
+        news = None
+        if self.payloads is not None:
+            news = self.payloads.checked(name, trajectory.generated, token_count(spans), chunk)
+        if spans and group.version is not None and (oldest := min(spans)[0]) < group.version:
+            if not ledger.lower(group.name, oldest):
+                return None
+            self._record(("lower", group.name, oldest))
+        return ((name, news),) if news is not None and news.tokens else ()
 
     def _current(self, name: str, epoch: int, states: tuple[State, ...]) -> Trajectory | None:
         """The trajectory, if the report is about its present epoch."""

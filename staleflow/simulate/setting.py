@@ -6,10 +6,10 @@ replace(setting, staleness=1), with_split(setting, training_gpus=16)
 """
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from staleflow.config import Config, load
-from staleflow.config.costs import engine_costs, training_cost, weight_bytes
+from staleflow.config.costs import engine_costs, least_training_gpus, training_cost, weight_bytes
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.strategies import Strategies
 from staleflow.errors import ConfigError
@@ -79,6 +79,8 @@ class Setting:
     prompts: int | None
     cycle_s: float
     strategies: Strategies
+    least_training_gpus: int = field(default=1, repr=False)
+    """That hold the trainer's state."""
 
     @property
     def gpus(self) -> int:
@@ -130,6 +132,7 @@ def setting_of(config: Config, name: str, source: Source | None = None) -> Setti
         "rollout": engine_costs(config),
         "weight_bytes": weight_bytes(config),
         "trainer_per_token_gpu_s": training_cost(config),
+        "least_training_gpus": least_training_gpus(config),
     }
     return Setting(**same | made)
 
@@ -153,8 +156,9 @@ def assumptions(config: Config, setting: Setting) -> list[str]:
         spread = f"{cluster.lengths} lengths with a mean of {_mean(config):,.0f} tokens"
         found.append(f"{spread} are assumed: give cluster.lengths and cluster.mean_tokens, or --trace")
     if cluster.profile is None and not cluster.costs:
-        found.append("engine steps cost what the model's geometry suggests: measure them with staleflow profile, "
-                     "and give --profile")  # fmt: skip
+        where = "" if cluster.gpu is None else f" on {cluster.gpu}"
+        found.append(f"engine steps cost what the model's geometry suggests{where}: measure them with staleflow "
+                     "profile, and give --profile")  # fmt: skip
     if cluster.trainer_per_token_gpu_s is None:
         found.append("training costs what the model's geometry suggests: give cluster.trainer_per_token_gpu_s")
     return found
@@ -197,9 +201,12 @@ def with_split(setting: Setting, training_gpus: int) -> Setting:
 
 def with_gpus(setting: Setting, gpus: int, given: Set[str]) -> Setting:
     """The setting on another number of GPUs. Parts in ``given`` keep their size; otherwise the proportion stays."""
-    size = setting.gpus_per_instance
-    if gpus < size + 1:
-        raise ConfigError(f"--gpus {gpus} are too few for an instance of {size} and a trainer: give {size + 1} or more")
+    size, least = setting.gpus_per_instance, setting.least_training_gpus
+    if gpus < size + least:
+        trainer = "a trainer" if least == 1 else f"a trainer of {least}"
+        raise ConfigError(
+            f"--gpus {gpus} are too few for an instance of {size} and {trainer}: give {size + least} or more"
+        )
     fixed = given & {"rollout.instances", "cluster.training_gpus"}
     if len(fixed) == 2 and setting.gpus != gpus:
         raise ConfigError(
@@ -211,7 +218,7 @@ def with_gpus(setting: Setting, gpus: int, given: Set[str]) -> Setting:
         training = gpus - setting.instances * size
     elif not fixed:
         instances = round(gpus * setting.instances * size / setting.gpus / size)
-        training = gpus - min(max(1, instances), (gpus - 1) // size) * size
+        training = gpus - min(max(1, instances), (gpus - least) // size) * size
     return with_split(replace(setting, instances=1, training_gpus=gpus - size), training)
 
 

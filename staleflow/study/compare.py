@@ -30,6 +30,7 @@ TUNING_SEED = 90_001
 SHARES = (0.8, 1.2, 1.8, 2.6)
 """Splits that are tried first: instances, as multiples of those that would keep up with the trainer if nothing waited.
 Two more follow, halfway to the neighbours of the best."""
+TRIED = 6
 
 # Two-sided 95 % points of Student's distribution for 1, 2, ... degrees of freedom; the last for all above.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -52,6 +53,8 @@ class Comparison:
     faults: int = 0
     on_run: Callable[[str], None] = lambda _: None
     """Called with a description of each run before it starts."""
+    on_share: Callable[[float], None] = lambda _: None
+    """Called with the share of the work that is done."""
     runs: MutableMapping[str, Row] = field(default_factory=dict[str, Row])
     """Finished runs by ``key``: they are not simulated again."""
     jobs: int = 1
@@ -201,14 +204,24 @@ class Comparison:
         return run_of(policy, setting, seed, what, self.faults)
 
     def _finish(self, units: Sequence[Unit[T]]) -> list[T]:
-        with Runner(self.runs, self.jobs, self.on_run) as runner:
+        with Runner(self.runs, self.jobs, self.on_run, self.on_share, self._foreseen()) as runner:
             return runner.finish(units)
+
+    def _foreseen(self) -> float:
+        """About the sizes of all runs."""
+        tuned = sum(not policy.colocated for policy in self.policies) * TRIED if self.tune else 0
+        runs = len(self.seeds) * len(self.policies) + tuned
+        return runs * sum(size_of(replace(self.setting, staleness=bound)) for bound in self.bounds)
 
 
 def run_of(policy: Policy, setting: Setting, seed: int, what: str, faults: int = 0) -> Run:
     """A run to be simulated, of a setting that fits the policy."""
-    size = setting.instances * (setting.staleness + 1)
-    return Run(key(policy, setting, seed, faults), what, simulate, (policy, setting, seed, faults), size)
+    return Run(key(policy, setting, seed, faults), what, simulate, (policy, setting, seed, faults), size_of(setting))
+
+
+def size_of(setting: Setting) -> float:
+    """How long the run takes to simulate, relative to others: trajectories in it, and a little for each instance."""
+    return setting.groups * setting.group_size * (setting.steps + setting.staleness + 1) + setting.instances
 
 
 def _under(bound: int, run: Row) -> Row:

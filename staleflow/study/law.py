@@ -151,8 +151,9 @@ def in_turn(setting: Setting, work: BatchWork | None = None) -> Law:
 
 
 def splits(setting: Setting) -> Iterator[Setting]:
-    """Every way to divide the GPUs that leaves none unused."""
-    for instances in range(1, -(-setting.gpus // setting.gpus_per_instance)):
+    """Every way to divide the GPUs that leaves none unused and enough for the trainer's state."""
+    most = (setting.gpus - setting.least_training_gpus) // setting.gpus_per_instance
+    for instances in range(1, most + 1):
         yield with_split(setting, setting.gpus - instances * setting.gpus_per_instance)
 
 
@@ -183,6 +184,11 @@ def limit(setting: Setting, work: BatchWork | None = None) -> float:
 
 def even_ceiling(setting: Setting, streamed: bool, work: BatchWork | None = None) -> float:
     """Tokens per second at most, if all instances always run the same number and pull everything; the best split's."""
+    return max(even_ceilings(setting, streamed, work).values())
+
+
+def even_ceilings(setting: Setting, streamed: bool, work: BatchWork | None = None) -> dict[int, float]:
+    """The same of every split, by its instances."""
     work = work_of(setting) if work is None else work
     cost, bound = setting.rollout, setting.staleness
     paces: list[tuple[float, float, float]] = []
@@ -190,15 +196,17 @@ def even_ceiling(setting: Setting, streamed: bool, work: BatchWork | None = None
         context = running * (work.grown + work.prompt)
         again = pull_s(setting) + cost.per_prefill_token * context
         paces.append((rate(setting, work, running), cost.step(running, int(context)), again))
-    least = float("inf")
+    found: dict[int, float] = {}
     for split in splits(setting):
         terms = law(split, streamed, work)
         after = terms.tail_s * (bound + 1) - work.longest_s
+        least = float("inf")
         for tokens_per_s, step_s, again in paces:
             rollout = work.tokens / (split.instances * tokens_per_s) + again
             tail = (work.waits_s + work.longest_tokens * step_s + bound * again + after) / (bound + 1)
             least = min(least, max(terms.train_s, rollout, tail))
-    return work.tokens / least
+        found[split.instances] = work.tokens / least
+    return found
 
 
 def pull_s(setting: Setting) -> float:

@@ -47,7 +47,7 @@ class Run:
     """A description for people."""
     call: Callable[..., Row]
     arguments: tuple[Any, ...]
-    size: float = 0.0
+    size: float = 1.0
     """Relative duration: the longest start first."""
 
 
@@ -61,6 +61,12 @@ class Runner:
     jobs: int = 1
     on_run: Callable[[str], None] = lambda _: None
     """Called with a description of each run before it starts. If it raises, nothing more starts; what runs is kept."""
+    on_share: Callable[[float], None] = lambda _: None
+    """Called with the share of the work that is done."""
+    foreseen: float = 0.0
+    """Sizes of all runs that will be needed, as far as the caller can tell."""
+    _ended: float = 0.0
+    """Sizes of the runs that have ended."""
     _pool: _Pool | None = None
 
     def finish(self, units: Iterable[Unit[T]]) -> list[T]:
@@ -98,8 +104,11 @@ class Runner:
         for future in done:
             run = busy.pop(future)
             self.runs[run.name] = future.result()
+            self._ended += run.size
             if agenda is not None:
                 agenda.ended(run)
+                left = sum(each.size for _, _, each in agenda.waiting) + sum(each.size for each in busy.values())
+                self.on_share(self._ended / max(self.foreseen, self._ended + left))
 
     def __enter__(self) -> Runner:
         return self

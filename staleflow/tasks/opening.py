@@ -23,7 +23,7 @@ from staleflow.tasks.adder import Adder
 from staleflow.tasks.hub import hub_folder
 from staleflow.tasks.options import ADDER, GYM, HUB, SMOLLM, SOURCES, Data, is_file, is_hub_name
 from staleflow.tasks.prompts import DataPrompts, Encode, TaskPrompts
-from staleflow.tasks.smollm import smollm
+from staleflow.tasks.smollm import converted, smollm
 from staleflow.tasks.sources import from_function, read_file, read_hub, reasoning_gym
 from staleflow.tasks.task import Messages, Problem, Task, TaskError, digest
 from staleflow.types import TOKEN
@@ -55,13 +55,25 @@ class TaskSet:
     @property
     def left_out(self) -> int:
         """Problems whose prompts are too long, or empty."""
-        return self.prompts.skipped if isinstance(self.prompts, DataPrompts) else 0
+        return self.prompts.too_long + self.prompts.empty if isinstance(self.prompts, DataPrompts) else 0
 
     def about(self) -> str:
         """In one line."""
         size = "endless problems" if self.size is None else f"{self.size:,} problems"
-        out = f"; {self.left_out:,} are left out: empty, or longer than data.max_prompt_tokens={self.max_prompt_tokens}"
-        return f"{size} to train on, {len(self.held_out):,} held out{out if self.left_out else ''}"
+        why: list[str] = []
+        if isinstance(self.prompts, DataPrompts):
+            long, empty, longest = self.prompts.too_long, self.prompts.empty, self.prompts.longest
+            if long:
+                limit = f"data.max_prompt_tokens={self.max_prompt_tokens}"
+                why.append(f"{long:,} longer than {limit} (the longest has {longest:,})")
+            if empty:
+                why.append(f"{empty:,} empty")
+        out = f"; left out: {', '.join(why)}" if why else ""
+        return f"{size} to train on, {len(self.held_out):,} held out{out}"
+
+    def facts(self) -> dict[str, int | None]:
+        """The same as plain values."""
+        return {"problems": self.size, "problems_left_out": self.left_out, "held_out": len(self.held_out)}
 
     @property
     def fingerprint(self) -> str:
@@ -78,6 +90,14 @@ def model_folder(
 
         return base_model(cache, Recipe(seed=seed), on_step)
     return smollm(cache) if model == SMOLLM else hub_folder(model) if is_hub_name(model) else Path(model)
+
+
+def text_folder(model: str, cache: str) -> Path | None:
+    """A folder with the model's tokenizer, without loading or making anything; None if that would be needed."""
+    if is_hub_name(model):
+        return hub_folder(model, weights=False)
+    folder = converted(cache) if model == SMOLLM else Path(model)
+    return folder if model == ADDER or folder.is_dir() else None
 
 
 def decoder_of(data: Data, folder: Path) -> str:

@@ -50,8 +50,10 @@ class DataPrompts:
         self.fingerprint = seen.hexdigest()
         """Equal for data in which every number stands for the same problem; a resume compares it."""
         self._kept = [at for at, length in enumerate(lengths) if 0 < length <= (max_tokens or length)]
-        self.skipped = len(problems) - len(self._kept)
-        """Items that are left out: too long, or empty."""
+        self.too_long = sum(length > (max_tokens or length) for length in lengths)
+        self.empty = lengths.count(0)
+        """Items that are left out."""
+        self.longest = max(lengths, default=0)
         if problems and not self._kept:
             raise TaskError(
                 f"all {len(problems)} prompts are empty or longer than {max_tokens} tokens (shortest: {min(lengths)}): "

@@ -30,7 +30,12 @@ FORMAT = 1
 
 def smollm(cache: str | Path) -> Path:
     """The folder of the model, converted now if needed."""
-    return made_once(Path(cache) / f"smollm2-135m-instruct-{FORMAT}", _convert)
+    return made_once(converted(cache), _convert)
+
+
+def converted(cache: str | Path) -> Path:
+    """Where it is, once it is made."""
+    return Path(cache) / f"smollm2-135m-instruct-{FORMAT}"
 
 
 def why_not() -> str | None:

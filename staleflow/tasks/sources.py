@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from staleflow.errors import line_of
+from staleflow.tasks.hub import why_away
 from staleflow.tasks.options import SOURCES
 from staleflow.tasks.task import Problem, Task, TaskError
 
@@ -81,12 +82,14 @@ def read_hub(
 ) -> list[Problem]:
     """Problems from a data set on the Hugging Face hub, or from its cache on this machine; needs datasets."""
     datasets = require("datasets", "datasets", "data sets of the Hugging Face hub")
+    if away := why_away(path):
+        datasets.config.HF_HUB_OFFLINE = True  # it looks into its cache at once
     try:
         rows = datasets.load_dataset(path, split=split, **arguments)
     except Exception as error:  # the library has many kinds
         raise TaskError(
             f"{path} (split {split}) is not in the cache and cannot be loaded from the Hugging Face hub "
-            f"({line_of(error)}): correct the name or data.arguments, or give a file"
+            f"({away or line_of(error)}): correct the name or data.arguments, or give a file"
         ) from None
     return _some([_problem(f"{path}, row {number}", row, prompt, answer) for number, row in enumerate(rows)], path)
 

@@ -101,6 +101,7 @@ class Training(Section):
     """Tokens before ``rollout.max_tokens`` over which rewards fall by up to ``overlong_penalty``; 0: they do not."""
     overlong_penalty: Amount = 1.0
     gamma: Share = 1.0
+    """For ``gae``: the discount of a token."""
     gae_lambda: Share = 0.95
 
     # Terms of the loss
@@ -124,11 +125,15 @@ class Training(Section):
     value_learning_rate: Positive | None = None
     """Learning rate of the value head; null: that of the model."""
     warmup_steps: Whole = 0
+    """Steps over which the learning rate rises to its value."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does between warm-up and the last step."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
     weight_decay: Amount = 0.0
+    """Of AdamW."""
     clip_norm: Annotated[float, Range(above=0, infinite=True)] = 1.0
+    """Largest norm of a gradient; .inf: it is not clipped."""
 
     # The model
     lora_rank: Whole = 0

@@ -51,8 +51,9 @@ from staleflow.types import (
 from staleflow.workers.link import Gone, Link
 from staleflow.workers.meter import Meter
 
-TOGETHER_S = 0.03
-"""Trajectories that finish within this time are reported together."""
+TICK_S = 0.06
+"""A busy instance reports at most once between two ticks, the multiples of this time by the machine's clock: what
+finishes meanwhile is reported together, and all instances report at about the same time."""
 STREAM_S = 2.0
 """How often the tokens of unfinished trajectories are reported: a crash loses only younger ones."""
 IDLE_S = 2.0
@@ -133,19 +134,16 @@ class RolloutWorker:
             self.applied = command.fence
             match command:
                 case Submit(work=work):
-                    self._submit(work)
+                    self._abort([each.trajectory for each in work if each.trajectory in self._held])
+                    for each in work:
+                        self._held[each.trajectory] = _Held(each.epoch, token_count(each.spans))
+                    self.engine.submit([self._request_of(each) for each in work])
                 case Return(names=names):
                     self.engine.interrupt([name for name, epoch in names if self._holds(name, epoch)])
                 case Drop(names=names):
                     self._abort([name for name, epoch in names if self._holds(name, epoch)])
                 case PullWeights(version=version):
                     self.pulling = version
-
-    def _submit(self, work: list[Work]) -> None:
-        self._abort([each.trajectory for each in work if each.trajectory in self._held])
-        for each in work:
-            self._held[each.trajectory] = _Held(each.epoch, token_count(each.spans))
-        self.engine.submit([self._request_of(each) for each in work])
 
     def _abort(self, names: list[str]) -> None:
         self.engine.abort(names)
@@ -238,21 +236,22 @@ def draw_seed(seed: int, trajectory: str) -> int:
     return digest("draw", seed, trajectory) >> 1
 
 
-def serve(worker: RolloutWorker, link: Link, clock: Callable[[], float] = time.perf_counter) -> None:
+def serve(worker: RolloutWorker, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
     """Work until ``Stop`` comes, or until there is no control plane any more."""
     engine, meter = worker.engine, Meter(worker, clock)
-    reported_at = streamed_at = clock()
+    reported_in, streamed_at = 0.0, clock()
     everything = True  # the first report says how much room there is
     asked = False
     """By a control plane that has taken over."""
     try:
         while True:
-            if everything or (worker.urgent and clock() - reported_at >= TOGETHER_S):
+            tick = clock() // TICK_S
+            if everything or (worker.urgent and (tick > reported_in or not engine.busy)):
                 link.send(meter.report(everything, asked))
-                reported_at = clock()
-                streamed_at = reported_at if everything else streamed_at
+                reported_in = tick
+                streamed_at = clock() if everything else streamed_at
                 asked = False
-            wait = 0.0 if engine.busy else TOGETHER_S if worker.urgent else IDLE_S
+            wait = 0.0 if engine.busy else IDLE_S
             for message in link.receive(wait):
                 if isinstance(message, Stop):
                     return

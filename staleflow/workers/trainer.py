@@ -44,7 +44,7 @@ from staleflow.workers.link import Gone, Link
 LOOK_S = 0.001
 """How often to look whether the device is done, while groups wait for it."""
 SAY_S = 0.5
-"""Signs of progress are no more frequent than this; so long it has had nothing to do before it says so."""
+"""Signs of progress are no more frequent than this. After this time without work it says that it is idle."""
 RETRY_S = 1.0
 """A disk that was full is tried again this often."""
 
@@ -94,7 +94,7 @@ class TrainerWorker:
         return True
 
     def handle(self, messages: Iterable[Any]) -> bool:
-        """Do what they say, in order. False once one of them says to stop. Of nothing it says that it is idle."""
+        """Do what they say, in order. False once one of them says to stop. Without messages: report that it is idle."""
         groups: list[list[Row]] = []
         step = -1
         handled = 0
@@ -129,7 +129,7 @@ class TrainerWorker:
 
     @property
     def wait_s(self) -> float | None:
-        """How long to wait for the next message: for ever once everything is done and said."""
+        """How long to wait for the next message: without limit once everything is done and said."""
         if self.trainer.waiting:
             return LOOK_S
         return SAY_S if self._said < self._handled else None
@@ -178,7 +178,7 @@ class TrainerWorker:
 
     def _save(self, folder: Path, also: Mapping[str, bytes]) -> None:
         """Asked again, by a control plane that did not hear the answer, there is nothing to do. What another attempt at
-        the run left under the same name is replaced. What cannot be written (a full disk) is no reason to die."""
+        the run left under the same name is replaced. If it cannot be written (a full disk), the trainer continues."""
         why = ""
         if not folder.is_dir() or any(content != _content(folder / name) for name, content in also.items()):
             try:
@@ -193,7 +193,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def serve(worker: TrainerWorker, link: Link) -> None:
-    """Work until told to stop, or until the control plane is gone. What cannot be gone on from is said, then raised."""
+    """Work until told to stop, or until the control plane is gone. What ends the training is sent, then raised."""
     try:
         while worker.handle(list(link.receive(worker.wait_s))):
             worker.trainer.advance()

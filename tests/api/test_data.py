@@ -1,6 +1,7 @@
 """Data of a Python program becomes data of a run: any rows, under the same name for the same content."""
 
 import json
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ class Rows:
         return iter([{"prompt": "2 + 2", "answer": "4"}, {"prompt": "3 + 3", "answer": "6"}])
 
 
+class Table:
+    """As much of a table of pandas, which iterates over its columns."""
+
+    to_dict = iterrows = None
+
+    def __iter__(self):
+        return iter(["prompt", "answer"])
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> sf.Config:
     return sf.load("plain", ["model=models/mine", f"cache={tmp_path}"])
@@ -34,6 +44,20 @@ def test_rows_texts_problems_and_a_dataset_are_written_down(config: sf.Config) -
     assert with_data(config, problems).data.source == with_data(config, rows).data.source
     texts = with_data(config, ["one", "two"]).data.source
     assert [each.prompt for each in read_file(texts, answer=None)] == ["one", "two"]
+
+
+def test_a_real_data_set_of_hugging_face_is_its_rows(config: sf.Config) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs pip install datasets")
+    rows = [{"prompt": [{"role": "user", "content": f"{at}?"}], "answer": str(at)} for at in range(3)]
+    made = datasets.Dataset.from_list(rows)
+    assert with_data(config, made).data.source == with_data(config, rows).data.source
+    assert with_data(config, made.to_iterable_dataset()).data.source == with_data(config, rows).data.source
+    parts = with_data(config, datasets.DatasetDict(train=made, validation=made.select([0]))).data
+    assert len(read_file(parts.source)) == 3
+    assert parts.held_out is not None
+    assert len(read_file(parts.held_out)) == 1
+    dated = datasets.Dataset.from_list([{"prompt": "x", "day": date(2026, 1, 1)}])
+    assert "data, row 0: Object of type date is not JSON" in refused(with_data, config, dated)
 
 
 def test_messages_stay_messages(config: sf.Config) -> None:
@@ -63,6 +87,7 @@ def test_files_and_names_on_the_hub_are_named(config: sf.Config, tmp_path: Path)
         ([], "data is empty"),
         (7, "data is a int: give a file, a list of rows"),
         ([{"prompt": "x", "image": b"..."}], "data, row 0: Object of type bytes is not JSON serializable"),
+        (Table(), 'data is a table of pandas: give its rows, with .to_dict("records")'),
         ([{"prompt": "x"}, 3], "data, row 1: a int: give dictionaries, texts or problems"),
         ([{"prompt": "x", "p": float("nan")}], "data, row 0: "),
     ],

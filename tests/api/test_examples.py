@@ -18,6 +18,7 @@ SMALL = (
     "steps=2", "groups=2", "group_size=2", "rollout.instances=1", "rollout.max_tokens=8", "rollout.kv_tokens=2048",
     "evaluation.problems=4", "evaluation.every=1", "processes.standby=false", "strategies.headroom=0",
 )  # fmt: skip
+ON_CPU = ("data.max_prompt_tokens=128", "rollout.device=cpu", "training.device=cpu", "rollout.dtype=float32")
 README = re.findall(r"^```(python|yaml)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
 BLOCKS = dict(reversed(README))
 """The first of each kind."""
@@ -74,10 +75,10 @@ def test_an_example_with_the_embedded_task(name: str, tmp_path: Path) -> None:
 def test_the_script_of_the_readme_has_at_most_15_lines_and_trains(chat: Path, tmp_path: Path) -> None:
     script = BLOCKS["python"]
     assert len(script.splitlines()) <= 15
-    small = ", ".join(f'"{each}"' for each in in_small(tmp_path / "runs", chat))
-    script, changed = re.subn(r'"model=[^"]+"(.*)\]', rf'\1, "data.max_prompt_tokens=128", {small}]', script)
+    small = ", ".join(f'"{each}"' for each in [*in_small(tmp_path / "runs", chat), *ON_CPU])
+    script, changed = re.subn(r'("model=[^"]+".*)\]', rf"\1, {small}]", script)
     assert changed == 1
-    (tmp_path / "train.py").write_text(script.replace("[, ", "["))
+    (tmp_path / "train.py").write_text(script)
     questions(tmp_path)
     assert "checkpoints/best" in run([sys.executable, "train.py"], tmp_path).splitlines()[-1]
 
@@ -88,8 +89,7 @@ def test_the_file_of_the_readme_has_at_most_15_lines_and_trains(chat: Path, tmp_
     (tmp_path / "run.yaml").write_text(BLOCKS["yaml"])
     (tmp_path / "my_reward.py").write_text((EXAMPLES / "my_reward.py").read_text())
     questions(tmp_path)
-    words = [*in_small(tmp_path / "runs", chat), "data.max_prompt_tokens=128"]
-    words += ["rollout.device=cpu", "training.device=cpu", "rollout.dtype=float32"]
+    words = [*in_small(tmp_path / "runs", chat), *ON_CPU]
     assert "step 2/2" in run([sys.executable, "-m", "staleflow", "train", "run.yaml", *words], tmp_path)
 
 

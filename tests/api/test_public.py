@@ -4,6 +4,7 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,9 @@ def test_a_run_is_simulated_compared_and_planned(tmp_path: Path) -> None:
     rows = sf.compare(config, policies=["staleflow", "discard"], staleness=[1], seeds=1, jobs=1)["rows"]
     assert [row["policy"] for row in rows] == ["staleflow", "discard"]
     assert sf.plan(config, most_staleness=0, most_groups=4, jobs=1)["recommended"]["staleness"] == 0
+    hardware: dict[str, Any] = {"gpu": "H100", "nodes": 1, "gpus_per_node": 4, "model": "Qwen2.5-7B"}
+    found = sf.plan(config, most_staleness=0, most_groups=4, jobs=1, **hardware)
+    assert (found["preset"], found["gpus"], found["train"]["usable"]) == ("Qwen2.5-7B", 4, False)
 
 
 def test_what_a_command_refuses_is_raised_here(capfd: pytest.CaptureFixture[str]) -> None:

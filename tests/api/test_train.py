@@ -15,6 +15,7 @@ import staleflow as sf
 from staleflow.api.train import with_rewards
 from staleflow.reward.options import Reward
 from tests.refusals import refused
+from tests.run.test_resuming import tree
 from tests.tiny_models import save_chat
 
 pytestmark = pytest.mark.processes
@@ -68,7 +69,13 @@ def test_a_run_in_a_notebook_with_its_own_rewards_and_rows_and_its_resume(
     assert f"run {result.run}" in printed, "what the run says is said where this program's output goes"
     assert "step 2/2" in printed
     assert "held-out mean reward" in printed, "these rewards are not 0 or 1"
-    assert "data: 18 problems to train on, 2 held out" in printed
+    said = ["reads the data and tries the reward", "loads PyTorch", f"run {result.run}",
+            "data: 18 problems to train on, 2 held out", "starts its processes: waits for trainer",
+            "evaluates version 0 on 2 held-out problems", "step 1/2", "evaluates version 2 on 2 held-out problems",
+            "this command took"]  # fmt: skip
+    places = [printed.find(each) for each in said]
+    assert -1 not in places, "whatever takes long is said"
+    assert places == sorted(places)
 
     # Continued, by the same program: the functions are given again, the rows have the same name.
     longer = configured(model, tmp_path, "steps=3")
@@ -77,6 +84,16 @@ def test_a_run_in_a_notebook_with_its_own_rewards_and_rows_and_its_resume(
     again = sf.train(longer, reward={even: 1.0, whole: 0.5}, data=ROWS, resume=result.run, on_step=seen.append)
     assert (again.run, again.summary["steps"]) == (result.run, 3)
     assert [row["step"] for row in seen] == [0, 1, 2], "steps of earlier attempts are not told again"
+    assert capsys.readouterr().out.startswith(
+        f"resumes {result.run}: 2 of 3 steps are made, 1 is left; from checkpoint"
+    )
+
+    # Once more, though nothing is left: the result is there, and nothing is started or changed.
+    before = tree(result.run)
+    ended = sf.train(longer, reward={even: 1.0, whole: 0.5}, data=ROWS, resume=result.run, on_step=seen.append)
+    assert (ended.run, ended.summary) == (again.run, again.summary)
+    assert tree(result.run) == before
+    assert "nothing is left to do" in capsys.readouterr().out
 
 
 def test_what_is_wrong_is_an_exception_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
@@ -135,6 +152,25 @@ def flat(config: sf.Config) -> dict[str, Any]:
     sections |= {"rollout": {"instances": 1, "max_tokens": 8, "kv_tokens": 2048}}
     sections |= {"evaluation": {"problems": 4, "every": 0}}
     return {"preset": "plain", **{name: getattr(config, name) for name in names}, **sections}
+
+
+def test_rewards_that_are_written_for_another_library_are_refused_with_the_way_to_write_them() -> None:
+    def of_trl(prompts: Any, completions: Any, **rest: Any) -> list[float]:
+        raise AssertionError(prompts, completions, rest)
+
+    def of_verl(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None) -> float:
+        raise AssertionError(data_source, solution_str, ground_truth, extra_info)
+
+    def of_verifiers(prompt: Any, completion: Any, answer: Any, state: Any) -> float:
+        raise AssertionError(prompt, completion, answer, state)
+
+    assert "takes completions, as TRL's rewards do; here it is called for each response" in refused(
+        with_rewards, Reward(), of_trl
+    )
+    assert "takes solution_str, as verl's rewards do" in refused(with_rewards, Reward(), {of_verl: 2.0})
+    assert "write def of_verifiers(problem, response)" in refused(with_rewards, Reward(), of_verifiers)
+    refusal = refused(with_rewards, Reward("my:own", {"weight": 2}), lambda problem, response: 1.0)  # noqa: ARG005
+    assert "(got an unexpected keyword argument 'weight')" in refusal
 
 
 def test_rewards_are_named_and_weighed() -> None:

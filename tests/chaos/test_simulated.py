@@ -65,12 +65,13 @@ def what_waited_for_the_disk_is_said_to_whoever_is_there(patch: pytest.MonkeyPat
 
 
 def a_version_that_was_not_announced_is_rolled_back(patch: pytest.MonkeyPatch) -> None:
-    def settle(self: TrainerFeed) -> bool:
+    def lost(self: TrainerFeed) -> bool:
+        self.away = True
         if self._server.ledger.taken:
             self._server.rollback(self._server.ledger.version)
         return False
 
-    patch.setattr(TrainerFeed, "settle", settle)
+    patch.setattr(TrainerFeed, "lost", lost)
 
 
 def a_response_without_a_score_is_forgotten_in_a_recovery(patch: pytest.MonkeyPatch) -> None:

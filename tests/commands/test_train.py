@@ -11,7 +11,7 @@ from staleflow.config import load, to_yaml
 from staleflow.run.directory import RunDirectory
 from staleflow.run.state import STATE
 from tests.refusals import refused_command
-from tests.tiny_models import save_tiny
+from tests.tiny_models import save_chat, save_tiny
 
 
 def refused(capsys: pytest.CaptureFixture[str], runs: Path, *words: str) -> str:
@@ -33,7 +33,7 @@ def refused(capsys: pytest.CaptureFixture[str], runs: Path, *words: str) -> str:
         (["reward.function=tests.runtime.local.rewards:not_a_number"], "the reward is nan: return a finite number"),
         (["reward.function=tests.runtime.local.rewards:text"], "the reward is '1.0', a str: return a number"),
         (["reward.function=no_such_module:reward"], "no_such_module"),
-        (["--resume", "/nowhere"], "is no run"),
+        (["--resume", "/nowhere"], "is not a run directory"),
     ],
 )
 def test_bad_input_is_refused_before_anything_heavy_is_loaded(
@@ -93,6 +93,37 @@ def test_a_dry_run_prints_the_plan_and_trains_nothing(capsys: pytest.CaptureFixt
     assert "needed" in capsys.readouterr().out
     assert main(["train", "--dry-run", "--json", f"runs={runs}"]) == 0
     assert json.loads(capsys.readouterr().out)["instances"] == 2
+    assert not runs.exists()
+
+
+def test_a_dry_run_says_how_many_prompts_would_be_left_out_and_why(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model, data, runs = save_chat(tmp_path / "model"), tmp_path / "data.jsonl", tmp_path / "runs"
+    rows = [{"prompt": "x" * (400 if at < 3 else 10) + str(at), "answer": "2"} for at in range(20)]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = [
+        "train",
+        "--dry-run",
+        f"model={model}",
+        f"data.source={data}",
+        "data.max_prompt_tokens=100",
+        f"runs={runs}",
+    ]
+    words += ["reward.function=exact-match", "rollout.max_tokens=16", "data.held_out_count=1"]
+    capsys.readouterr()  # what saving the model printed
+    assert main(words) == 0
+    about = capsys.readouterr().out.splitlines()[-1]
+    assert about.startswith("data: 1")
+    assert "longer than data.max_prompt_tokens=100 (the longest has 40" in about
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["data"]
+    assert found["problems_left_out"] in (2, 3), "of those that are not held out"
+    assert found["problems"] + found["problems_left_out"] + found["held_out"] == 20
+    assert main([*words, "rollout.instances=100000"]) == 2
+    said = capsys.readouterr()
+    assert "does not fit: " in said.out
+    assert "data: 1" in said.out, "also of what does not fit"
     assert not runs.exists()
 
 

@@ -1,5 +1,6 @@
 """Whatever is wrong with the settings themselves: one line, with what to write instead."""
 
+import re
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -8,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staleflow.config import ConfigError, load
+from staleflow.config import ConfigError, convert, load
+from staleflow.config.field_names import ELSEWHERE
 from staleflow.config.text import render
 from tests import refusals
 
@@ -25,7 +27,16 @@ def refused(overrides: list[str], source: str | None = None) -> str:
         ("instnces=3", "instnces is unknown: write rollout.instances"),
         ("temperature=1", "temperature may be rollout.temperature or evaluation.temperature: write one of them"),
         ("chunk=1", "chunk is now rollout.prefill_tokens"),
-        ("training.lr=3", "training.lr is unknown: "),
+        ("training.lr=3", "training.lr is unknown: write training.learning_rate"),
+        ("training.learning_rat=3", "training.learning_rat is unknown: write training.learning_rate"),
+        ("checkpoints.evry=3", "checkpoints.evry is unknown: write checkpoints.every"),
+        ("evaluation.evry=3", "evaluation.evry is unknown: write evaluation.every"),
+        ("training.gradient_accumulation_steps=4", "is unknown: a step is always cut into micro-batches"),
+        ("gradient_accumulation_steps=4", "is unknown: a step is always cut into micro-batches"),
+        ("rollout.n=4", "rollout.n is unknown: write group_size"),
+        ("actor_rollout_ref.rollout.n=4", "is unknown: write group_size"),
+        ("report_to=wandb", "report_to is unknown: metrics are in metrics.jsonl"),
+        ("training.loss=grpo", "(grpo is for training.advantage)"),
         ("staleness.x=1", "staleness.x is unknown: "),
         ("rollout.instances.x=1", "rollout.instances.x is unknown: rollout.instances is a whole number"),
         ("staleness", "staleness is not a setting: write key=value"),
@@ -36,6 +47,20 @@ def refused(overrides: list[str], source: str | None = None) -> str:
 )
 def test_unknown_names_propose_the_nearest(override: str, line: str) -> None:
     assert line in refused([override])
+
+
+def test_no_name_of_another_system_is_taken_for_one_that_only_shares_a_word() -> None:
+    """``gradient_accumulation_steps`` was answered with ``warmup_steps``."""
+    for name, hint in ELSEWHERE.items():
+        said = refused([f"{name}=1"])
+        assert said == f"{name} is unknown: {hint}"
+        named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", hint)) - {"metrics.jsonl", "sf.train"}
+        assert named <= set(convert.NAMES), "it names settings that there are"
+
+
+@pytest.mark.parametrize("name", ["quantum_entanglement", "training.colour", "rollout.steps_of_the_moon", "num_stages"])
+def test_a_name_that_nobody_knows_is_answered_with_those_that_there_are(name: str) -> None:
+    assert f"{name} is unknown: choose one of " in refused([f"{name}=1"])
 
 
 @pytest.mark.parametrize(

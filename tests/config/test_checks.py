@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -275,3 +276,8 @@ def test_prompts_of_messages_are_checked_in_the_first_row(tmp_path: Path, model:
 
 def test_a_reward_of_a_program_that_is_not_there(tmp_path: Path, model: Path, data: Path) -> None:
     assert "continue there" in refused(settings(tmp_path, model, data, "reward.function=python:correct"))
+
+
+def test_other_systems_than_linux_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert refused([]) == "a run needs Linux, and this is darwin: use a Linux machine, a container or WSL"

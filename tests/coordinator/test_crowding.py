@@ -68,6 +68,7 @@ def test_a_fuller_instance_gains_less_and_mu_is_a_share(running: float, prompt: 
 
 def test_lengths_are_those_of_whole_versions_since_short_ones_end_first() -> None:
     gauge = Gauge(pull_s=1.0)
+    gauge.begin(0.0, version=0)
     for tokens in (10, 20):
         gauge.finished(tokens, version=0)
     gauge.committed(50.0, version=1, max_staleness=1)
@@ -78,3 +79,11 @@ def test_lengths_are_those_of_whole_versions_since_short_ones_end_first() -> Non
     pace = gauge.pace()
     assert (pace.step_s, pace.mean_tokens, pace.longest_tokens) == (50.0, 30.0, 60.0)
     assert pace.grown_tokens == pytest.approx((100 + 400 + 3600) / (2 * 90))
+
+
+def test_the_first_step_is_timed_from_the_start_of_training_and_not_from_the_start_of_the_machine() -> None:
+    """In a real run, tails had half a day of patience until twenty steps later."""
+    gauge = Gauge(pull_s=1.0)
+    gauge.begin(24_000.0, version=7)
+    gauge.committed(24_003.0, version=8, max_staleness=1)
+    assert gauge.pace().step_s == 3.0

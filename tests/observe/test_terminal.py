@@ -313,3 +313,21 @@ def test_what_goes_wrong_is_a_line_where_there_is_no_live_view() -> None:
     file = io.StringIO()
     TerminalView(file, plain=True).note("i0 died: killed (SIGKILL; out of memory?)\nstarted again")
     assert file.getvalue() == "note: i0 died: killed (SIGKILL; out of memory?) started again\n"
+
+
+def test_what_a_run_does_before_and_after_training_is_a_line_or_in_the_view() -> None:
+    out = io.StringIO()
+    with TerminalView(out) as view:
+        for doing in (
+            "starts: waits for i0",
+            "starts: waits for i0",
+            "",
+            "evaluates version 0",
+            "starts: waits for i0",
+        ):
+            view.phase(doing)
+    assert out.getvalue().splitlines() == ["starts: waits for i0", "evaluates version 0", "starts: waits for i0"]
+    status = Status(step=0, steps=3, seconds=0, bound=1, doing="evaluates version 0", waiting_for="groups p0")
+    shown = "\n".join(drawn(status, 100))
+    assert "evaluates version 0" in shown
+    assert "waits for" not in shown, "nobody waits for groups before the first step"

@@ -161,7 +161,7 @@ def test_the_port_looks_up_the_problem_and_the_tokens() -> None:
     asked: list[tuple[str, Problem, bytes, bool]] = []
     pool = RewardPool(Reward(workers=2), lambda *_: None, lambda *_: None)
     pool.submit = lambda *job, cut: asked.append((*job, cut))  # type: ignore[method-assign]
-    port = PoolPort(pool, task.problem, lambda _name: b"\x07\0\0\0", lambda tokens: tokens[-4:] == b"\x07\0\0\0")
+    port = PoolPort(pool, task.problem, lambda _name: (b"\x07\0\0\0", b""), lambda tokens: tokens[-4:] == b"\x07\0\0\0")
     trajectory = Trajectory("p3/0", Group("p3", 3, 0, 4, 1), state="generated")
     port.score(trajectory)
     assert asked == [("p3/0", task.problem(3), b"\x07\0\0\0", True)]

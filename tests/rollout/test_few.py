@@ -106,7 +106,7 @@ class Case:
     [
         ({}, [37], 3, 16, True),
         (BIASED | {"hidden_size": 1056, "head_dim": 64}, [1, 400], 3, 16, False),
-        (QWEN3, [700, 16, 17], 4, 32, True),
+        (QWEN3, [1500, 16, 17], 16, 32, True),
         ({"num_hidden_layers": 3, "num_attention_heads": 6, "hidden_size": 384}, [300, 129, 5], 7, 16, True),
         (DIVIDED, [1 + 9 * at for at in range(17)], 5, 16, True),
     ],

@@ -1,7 +1,8 @@
 """The world behind the ports, as small as it can be: everything is remembered and nothing happens by itself."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
 from typing import Any, TypeVar
 
 from staleflow.coordinator.strategies import Strategies
@@ -20,6 +21,16 @@ Result = TypeVar("Result")
 
 def on_virtual_time(main: Coroutine[Any, Any, Result]) -> Result:
     return VirtualLoop().run(main)
+
+
+def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine, on virtual time."""
+
+    @wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        on_virtual_time(test(*arguments, **named))
+
+    return run
 
 
 def now() -> float:
@@ -146,6 +157,12 @@ class World:
 
     def start(self, steps: int = 10) -> "asyncio.Task[None]":
         return asyncio.create_task(self.control.run(steps), name="the run")
+
+    async def begin(self, steps: int = 10) -> "asyncio.Task[None]":
+        """Until the first trajectories are where they are sent."""
+        run = self.start(steps)
+        await asyncio.sleep(1)
+        return run
 
     def finish(self, name: str, version: int = 0, tokens: int = 10) -> None:
         """Its instance has made the last token of a trajectory."""

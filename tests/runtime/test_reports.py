@@ -10,51 +10,45 @@ from msgspec.structs import replace
 from staleflow.coordinator.decide import Decision
 from staleflow.runtime.control import StalledError
 from staleflow.types import Failed, TrajectoryNews
-from tests.runtime.fakes import FakeInstance, World, on_virtual_time
+from tests.runtime.fakes import FakeInstance, World, on_virtual_time, virtual
 from tests.servers.small_server import state_of
 
 
-def test_reports_that_are_late_repeated_or_from_another_incarnation_change_nothing() -> None:
-    async def main() -> None:
-        world = World()
-        world.start()
-        await asyncio.sleep(1)
-        row = TrajectoryNews("p0/0", 1, ((0, 10),))
-        instance, control = world.instances["i0"], world.control
-        control.on_report(instance.report(finished=[row]))
-        control.on_scored("p0/0", 1.0)
-        before, count = state_of(world.server), world.journal.position
-        other = [TrajectoryNews("p1/0", epoch, ((0, 9),)) for epoch in (1, 0, 2)]
-        for kind in ("finished", "returned", "progress"):
-            report = instance.report(**{kind: [row]})
-            control.on_report(report)
-            control.on_report(replace(report, incarnation=7, finished=other[:1]))
-            control.on_report(replace(report, instance="nobody"))
-        control.on_report(instance.report(finished=other[1:]))
-        control.on_scored("p0/0", 0.0)
-        control.on_scored("p1/0", 1.0)
-        control.on_score_failed("p0/0", "late")
-        control.on_pushed(1)
-        assert (state_of(world.server), world.journal.position) == (before, count)
-
-    on_virtual_time(main())
+@virtual
+async def test_reports_that_are_late_repeated_or_from_another_incarnation_change_nothing() -> None:
+    world = World()
+    await world.begin()
+    row = TrajectoryNews("p0/0", 1, ((0, 10),))
+    instance, control = world.instances["i0"], world.control
+    control.on_report(instance.report(finished=[row]))
+    control.on_scored("p0/0", 1.0)
+    before, count = state_of(world.server), world.journal.position
+    other = [TrajectoryNews("p1/0", epoch, ((0, 9),)) for epoch in (1, 0, 2)]
+    for kind in ("finished", "returned", "progress"):
+        report = instance.report(**{kind: [row]})
+        control.on_report(report)
+        control.on_report(replace(report, incarnation=7, finished=other[:1]))
+        control.on_report(replace(report, instance="nobody"))
+    control.on_report(instance.report(finished=other[1:]))
+    control.on_scored("p0/0", 0.0)
+    control.on_scored("p1/0", 1.0)
+    control.on_score_failed("p0/0", "late")
+    control.on_pushed(1)
+    assert (state_of(world.server), world.journal.position) == (before, count)
 
 
-def test_a_reward_that_cannot_be_had_releases_the_group_with_the_reason_and_its_prompt_comes_again() -> None:
-    async def main() -> None:
-        world = World(settings={"reward_timeout_s": 5.0, "reward_tries": 2})
-        world.start()
-        await asyncio.sleep(1)
-        world.finish("p0/0")
-        world.finish("p1/0")
-        world.control.on_score_failed("p1/0", "judge is down")
-        world.control.on_score_failed("p1/0", "judge is down")
-        await asyncio.sleep(12)
-        assert world.server.ledger.counts()["released"] == {"judge is down": 1, "reward timed out": 1}
-        assert {"p0.1", "p1.1"} <= set(world.server.groups)
-        assert {"p0.1/0", "p1.1/0"} <= {work.trajectory for work in world.instances["i0"].submitted}
-
-    on_virtual_time(main())
+@virtual
+async def test_a_reward_that_cannot_be_had_releases_the_group_with_the_reason_and_its_prompt_comes_again() -> None:
+    world = World(settings={"reward_timeout_s": 5.0, "reward_tries": 2})
+    await world.begin()
+    world.finish("p0/0")
+    world.finish("p1/0")
+    world.control.on_score_failed("p1/0", "judge is down")
+    world.control.on_score_failed("p1/0", "judge is down")
+    await asyncio.sleep(12)
+    assert world.server.ledger.counts()["released"] == {"judge is down": 1, "reward timed out": 1}
+    assert {"p0.1", "p1.1"} <= set(world.server.groups)
+    assert {"p0.1/0", "p1.1/0"} <= {work.trajectory for work in world.instances["i0"].submitted}
 
 
 def test_every_decision_is_told_with_what_it_was_decided_on() -> None:
@@ -73,139 +67,117 @@ def test_every_decision_is_told_with_what_it_was_decided_on() -> None:
     assert inputs["routing"]["routes"] == len(first.commands) == 4
 
 
-def test_data_that_ends_too_early_is_a_named_stall_and_not_a_hang() -> None:
-    async def main() -> None:
-        world = World(batch=2, prompts=3, settings={"stall_s": 100.0})
-        run = world.start(steps=2)
-        await asyncio.sleep(1)
-        world.finish_and_score("p0/0", "p1/0", "p2/0")
-        world.push()
-        with pytest.raises(StalledError, match=r"step 1 waits for more complete groups \(1 of 2 are there\)"):
-            await run
-
-    on_virtual_time(main())
+@virtual
+async def test_data_that_ends_too_early_is_a_named_stall_and_not_a_hang() -> None:
+    world = World(batch=2, prompts=3, settings={"stall_s": 100.0})
+    run = await world.begin(steps=2)
+    world.finish_and_score("p0/0", "p1/0", "p2/0")
+    world.push()
+    with pytest.raises(StalledError, match=r"step 1 waits for more complete groups \(1 of 2 are there\)"):
+        await run
 
 
-def test_a_step_whose_push_was_seen_only_after_the_restart_is_not_the_end_of_the_run() -> None:
-    async def main() -> None:
-        world = World()
-        world.start(steps=3)
-        await asyncio.sleep(1)
-        world.finish_and_score("p0/0", "p1/0")
-        again = World()
-        again.server.replay(world.journal.events)
-        again.trainer.version = 1
-        again.control.recover()
-        assert again.server.ledger.version == 1
-        run = again.start(steps=3)
-        await asyncio.sleep(10)
-        assert not run.done()
-        assert "p2/0" in {work.trajectory for work in again.instances["i0"].submitted}
-
-    on_virtual_time(main())
+@virtual
+async def test_a_step_whose_push_was_seen_only_after_the_restart_is_not_the_end_of_the_run() -> None:
+    world = World()
+    await world.begin(steps=3)
+    world.finish_and_score("p0/0", "p1/0")
+    again = World()
+    again.server.replay(world.journal.events)
+    again.trainer.version = 1
+    again.control.recover()
+    assert again.server.ledger.version == 1
+    run = again.start(steps=3)
+    await asyncio.sleep(10)
+    assert not run.done()
+    assert "p2/0" in {work.trajectory for work in again.instances["i0"].submitted}
 
 
-def test_a_step_that_the_trainer_ends_while_the_control_plane_is_restarted_is_not_trained_again() -> None:
+@virtual
+async def test_a_step_that_the_trainer_ends_while_the_control_plane_is_restarted_is_not_trained_again() -> None:
     """A reset would come after the push; so nothing is said until the trainer has said which version it holds."""
-
-    async def main() -> None:
-        world = World()
-        world.start(steps=3)
-        await asyncio.sleep(1)
-        world.finish_and_score("p0/0", "p1/0")
-        again = World()
-        again.server.replay(world.journal.events)
-        again.control.recover(trainer_there=False)
-        again.start(steps=3)
-        await asyncio.sleep(1)
-        assert (again.trainer.resets, again.trainer.fed) == (0, []), "it may still be at work on step 0"
-        again.trainer.version = 1
-        again.control.on_trainer_back()
-        assert again.server.ledger.version == 1
-        again.finish_and_score("p2/0", "p3/0")
-        assert again.trainer.fed == [(1, "p2"), (1, "p3")]
-
-    on_virtual_time(main())
+    world = World()
+    await world.begin(steps=3)
+    world.finish_and_score("p0/0", "p1/0")
+    again = World()
+    again.server.replay(world.journal.events)
+    again.control.recover(trainer_there=False)
+    await again.begin(steps=3)
+    assert (again.trainer.resets, again.trainer.fed) == (0, []), "it may still be at work on step 0"
+    again.trainer.version = 1
+    again.control.on_trainer_back()
+    assert again.server.ledger.version == 1
+    again.finish_and_score("p2/0", "p3/0")
+    assert again.trainer.fed == [(1, "p2"), (1, "p3")]
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_an_instance_holds_for_a_control_plane_that_died_continues_only_if_nobody_else_has_it(late: bool) -> None:
-    async def main() -> None:
-        world = World()
-        world.start()
-        await asyncio.sleep(1)
-        held = [(each.trajectory, each.epoch) for each in world.instances["i0"].submitted]
-        instance = FakeInstance("i0")
-        instance.holding = [*held, ("p77/0", 1)]
-        again = World(instances=())
-        again.server.replay(world.journal.events)
-        if not late:
-            again.control.join(instance)
-        again.control.recover()
-        if late:
-            again.control.join(instance)
-        assert instance.aborted == (instance.holding if late else [("p77/0", 1)])
-        assert {each.state for each in again.server if each.epoch} == {"queued" if late else "running"}
-        again.start()
-        await asyncio.sleep(1)
-        assert {each.trajectory for each in instance.submitted}.isdisjoint(dict(held)) != late
-
-    on_virtual_time(main())
+@virtual
+async def test_what_an_instance_holds_for_a_dead_control_plane_continues_only_if_nobody_else_has_it(
+    late: bool,
+) -> None:
+    world = World()
+    await world.begin()
+    held = [(each.trajectory, each.epoch) for each in world.instances["i0"].submitted]
+    instance = FakeInstance("i0")
+    instance.holding = [*held, ("p77/0", 1)]
+    again = World(instances=())
+    again.server.replay(world.journal.events)
+    if not late:
+        again.control.join(instance)
+    again.control.recover()
+    if late:
+        again.control.join(instance)
+    assert instance.aborted == (instance.holding if late else [("p77/0", 1)])
+    assert {each.state for each in again.server if each.epoch} == {"queued" if late else "running"}
+    await again.begin()
+    assert {each.trajectory for each in instance.submitted}.isdisjoint(dict(held)) != late
 
 
-def test_a_surplus_member_that_cannot_be_scored_does_not_take_its_complete_group_down() -> None:
-    async def main() -> None:
-        world = World(extra=1, consume="batch", settings={"reward_tries": 1})
-        world.start()
-        await asyncio.sleep(1)
-        world.finish("p0/0")
-        world.finish("p0/1")
-        world.control.on_scored("p0/0", 1.0)
-        assert world.server.groups["p0"].complete
-        world.control.on_score_failed("p0/1", "judge is down")
-        assert world.server.ledger.counts()["released"] == {}
-
-    on_virtual_time(main())
+@virtual
+async def test_a_surplus_member_that_cannot_be_scored_does_not_take_its_complete_group_down() -> None:
+    world = World(extra=1, consume="batch", settings={"reward_tries": 1})
+    await world.begin()
+    world.finish("p0/0")
+    world.finish("p0/1")
+    world.control.on_scored("p0/0", 1.0)
+    assert world.server.groups["p0"].complete
+    world.control.on_score_failed("p0/1", "judge is down")
+    assert world.server.ledger.counts()["released"] == {}
 
 
-def test_a_step_that_a_release_makes_ready_is_fed_at_once() -> None:
-    async def main() -> None:
-        world = World(batch=1, settings={"reward_tries": 1})
-        world.start()
-        await asyncio.sleep(1)
-        world.finish_and_score("p0/0")  # p1 is of version 0 too, and due in step 1
-        world.push()
-        world.control.on_report(world.instances["i0"].report(progress=[TrajectoryNews("p1/0", 1, ((0, 5),))], pulled=1))
-        await asyncio.sleep(1)
-        world.finish_and_score("p2/0", version=1)
-        assert world.trainer.names() == ["p0"], "step 1 waits for p1"
-        world.finish("p1/0")
-        world.control.on_score_failed("p1/0", "judge is down")
-        assert world.trainer.names() == ["p0", "p2"]
-
-    on_virtual_time(main())
+@virtual
+async def test_a_step_that_a_release_makes_ready_is_fed_at_once() -> None:
+    world = World(batch=1, settings={"reward_tries": 1})
+    await world.begin()
+    world.finish_and_score("p0/0")  # p1 is of version 0 too, and due in step 1
+    world.push()
+    world.control.on_report(world.instances["i0"].report(progress=[TrajectoryNews("p1/0", 1, ((0, 5),))], pulled=1))
+    await asyncio.sleep(1)
+    world.finish_and_score("p2/0", version=1)
+    assert world.trainer.names() == ["p0"], "step 1 waits for p1"
+    world.finish("p1/0")
+    world.control.on_score_failed("p1/0", "judge is down")
+    assert world.trainer.names() == ["p0", "p2"]
 
 
-def test_tokens_of_an_instance_that_seemed_dead_cannot_slip_under_the_bound() -> None:
-    async def main() -> None:
-        world = World(batch=1, size=2, instances=("i0", "i1"), routing="round_robin")
-        world.start()
-        await asyncio.sleep(1)
-        silent, other = world.server.groups["p1"].members
-        assert (silent.instance, other.instance) == ("i0", "i1")
-        world.instances["i0"].silent_since = 0.0
-        world.instances["i1"].kv_free = 0
-        world.finish_and_score("p0/0", "p0/1")
-        await asyncio.sleep(80)
-        assert silent.state == "queued", "i0 was taken for dead and i1 has no memory for it"
-        world.push()
-        world.control.on_report(world.instances["i1"].report(pulled=1))
-        world.control.on_report(world.instances["i0"].report(finished=[TrajectoryNews(silent.name, 1, ((0, 50),))]))
-        version = world.server.groups["p1"].version
-        assert version is not None
-        assert all(made >= version for made, _ in silent.spans)
-
-    on_virtual_time(main())
+@virtual
+async def test_tokens_of_an_instance_that_seemed_dead_cannot_slip_under_the_bound() -> None:
+    world = World(batch=1, size=2, instances=("i0", "i1"), routing="round_robin")
+    await world.begin()
+    silent, other = world.server.groups["p1"].members
+    assert (silent.instance, other.instance) == ("i0", "i1")
+    world.instances["i0"].silent_since = 0.0
+    world.instances["i1"].kv_free = 0
+    world.finish_and_score("p0/0", "p0/1")
+    await asyncio.sleep(80)
+    assert silent.state == "queued", "i0 was taken for dead and i1 has no memory for it"
+    world.push()
+    world.control.on_report(world.instances["i1"].report(pulled=1))
+    world.control.on_report(world.instances["i0"].report(finished=[TrajectoryNews(silent.name, 1, ((0, 50),))]))
+    version = world.server.groups["p1"].version
+    assert version is not None
+    assert all(made >= version for made, _ in silent.spans)
 
 
 def test_whether_the_trainer_or_an_instance_tells_of_a_version_first_does_not_matter() -> None:
@@ -234,241 +206,199 @@ def test_whether_the_trainer_or_an_instance_tells_of_a_version_first_does_not_ma
         assert first == second
 
 
-def test_a_version_that_an_instance_sees_early_counts_only_once_it_is_announced() -> None:
-    async def main() -> None:
-        world = World(batch=1, staleness=2)
-        run = world.start()
-        await asyncio.sleep(1)
-        world.finish_and_score("p0/0")
-        member = world.control.members["i0"]
-        world.control.on_report(world.instances["i0"].report(pulled=1))
-        await asyncio.sleep(5)
-        assert not run.done()
-        assert (member.version, world.server.ledger.version) == (0, 0)
-        world.push()
-        assert (member.version, world.server.ledger.version) == (1, 1)
-        assert {group.version for group in world.server.groups.values() if group.version is not None} == {1}
-
-    on_virtual_time(main())
+@virtual
+async def test_a_version_that_an_instance_sees_early_counts_only_once_it_is_announced() -> None:
+    world = World(batch=1, staleness=2)
+    run = await world.begin()
+    world.finish_and_score("p0/0")
+    member = world.control.members["i0"]
+    world.control.on_report(world.instances["i0"].report(pulled=1))
+    await asyncio.sleep(5)
+    assert not run.done()
+    assert (member.version, world.server.ledger.version) == (0, 0)
+    world.push()
+    assert (member.version, world.server.ledger.version) == (1, 1)
+    assert {group.version for group in world.server.groups.values() if group.version is not None} == {1}
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_nothing_changes_once_the_last_version_is_made(stopped: bool) -> None:
+@virtual
+async def test_nothing_changes_once_the_last_version_is_made(stopped: bool) -> None:
     """The laptop run that admitted 44 groups instead of 40: a decision was due when the last step was committed."""
+    world = World(batch=1, staleness=1, instances=("i0", "i1"))
+    run = await world.begin(steps=5 if stopped else 1)
+    control, instance = world.control, world.instances["i0"]
+    world.finish_and_score("p0/0")
+    if stopped:
+        control.stop()
+        assert not control.over, "step 0 is in training"
+    world.push()
+    before, count, routed = state_of(world.server), world.journal.position, list(instance.submitted)
+    for _ in range(3):
+        control.on_report(instance.report(finished=[TrajectoryNews("p1/0", 1, ((0, 9),))], pulled=1))
+        control.on_scored("p1/0", 1.0)
+        control.on_score_failed("p1/0", "judge is down")
+        control.left("i1")
+        control.join(FakeInstance("i1", incarnation=1))
+        control.on_trainer_lost()
+        control.on_trainer_back()
+        await asyncio.sleep(0)
+    await run
+    assert (state_of(world.server), world.journal.position, instance.submitted) == (before, count, routed)
 
-    async def main() -> None:
-        world = World(batch=1, staleness=1, instances=("i0", "i1"))
-        run = world.start(steps=5 if stopped else 1)
-        await asyncio.sleep(1)
-        control, instance = world.control, world.instances["i0"]
-        world.finish_and_score("p0/0")
-        if stopped:
-            control.stop()
-            assert not control.over, "step 0 is in training"
-        world.push()
-        before, count, routed = state_of(world.server), world.journal.position, list(instance.submitted)
-        for _ in range(3):
-            control.on_report(instance.report(finished=[TrajectoryNews("p1/0", 1, ((0, 9),))], pulled=1))
-            control.on_scored("p1/0", 1.0)
-            control.on_score_failed("p1/0", "judge is down")
-            control.left("i1")
-            control.join(FakeInstance("i1", incarnation=1))
-            control.on_trainer_lost()
-            control.on_trainer_back()
-            await asyncio.sleep(0)
+
+@virtual
+async def test_an_instance_that_joins_again_in_a_new_incarnation_does_not_keep_its_old_work() -> None:
+    world = World()
+    await world.begin()
+    instance = world.instances["i0"]
+    work = {each.trajectory for each in instance.submitted}
+    instance.incarnation, instance.commands = 1, []
+    world.control.join(instance)
+    await asyncio.sleep(5)
+    assert {each.trajectory for each in instance.submitted} == work
+
+
+@virtual
+async def test_the_drop_of_lost_work_names_the_epoch_that_was_lost() -> None:
+    world = World(batch=1, staleness=0, instances=("i0", "i1"))
+    await world.begin()
+    (one,) = world.server.groups["p0"].members
+    first = world.instances[one.instance or ""]
+    first.silent_since = 0.0
+    await asyncio.sleep(100)
+    assert (one.epoch, one.instance != first.name) == (2, True)
+    first.silent_since = None
+    await asyncio.sleep(30)
+    assert first.aborted == [(one.name, 1)]
+
+
+@virtual
+async def test_the_last_push_ends_the_run_even_if_only_the_return_of_the_trainer_is_heard() -> None:
+    world = World()
+    run = await world.begin(steps=1)
+    world.finish_and_score("p0/0", "p1/0")
+    world.trainer.version = 1
+    world.control.on_trainer_back()
+    await asyncio.sleep(1)
+    assert world.server.ledger.version == 1
+    assert run.done()
+
+
+@virtual
+async def test_a_stall_names_the_trainer_when_it_is_the_trainer_that_is_waited_for() -> None:
+    world = World(settings={"stall_s": 100.0})
+    run = await world.begin()
+    world.finish_and_score("p0/0", "p1/0")
+    with pytest.raises(StalledError, match=r"step 0 .*trainer"):
         await run
-        assert (state_of(world.server), world.journal.position, instance.submitted) == (before, count, routed)
-
-    on_virtual_time(main())
 
 
-def test_an_instance_that_joins_again_in_a_new_incarnation_does_not_keep_its_old_work() -> None:
-    async def main() -> None:
-        world = World()
-        world.start()
-        await asyncio.sleep(1)
-        instance = world.instances["i0"]
-        work = {each.trajectory for each in instance.submitted}
-        instance.incarnation, instance.commands = 1, []
-        world.control.join(instance)
-        await asyncio.sleep(5)
-        assert {each.trajectory for each in instance.submitted} == work
-
-    on_virtual_time(main())
-
-
-def test_the_drop_of_lost_work_names_the_epoch_that_was_lost() -> None:
-    async def main() -> None:
-        world = World(batch=1, staleness=0, instances=("i0", "i1"))
-        world.start()
-        await asyncio.sleep(1)
-        (one,) = world.server.groups["p0"].members
-        first = world.instances[one.instance or ""]
-        first.silent_since = 0.0
-        await asyncio.sleep(100)
-        assert (one.epoch, one.instance != first.name) == (2, True)
-        first.silent_since = None
-        await asyncio.sleep(30)
-        assert first.aborted == [(one.name, 1)]
-
-    on_virtual_time(main())
+@virtual
+async def test_a_crash_between_the_last_score_and_the_completion_of_its_group_does_not_stall_the_run() -> None:
+    world = World()
+    await world.begin()
+    world.finish_and_score("p0/0", "p1/0")
+    events = world.journal.events
+    cut = max(at for at, event in enumerate(events) if event[0] == "score")
+    assert events[cut + 1][0] == "occupy"
+    again = World()
+    again.server.replay(events[: cut + 1])
+    again.control.recover()
+    assert again.server.groups["p1"].complete
+    assert sorted(again.trainer.names()) == ["p0", "p1"]
 
 
-def test_the_last_push_ends_the_run_even_if_only_the_return_of_the_trainer_is_heard() -> None:
-    async def main() -> None:
-        world = World()
-        run = world.start(steps=1)
-        await asyncio.sleep(1)
-        world.finish_and_score("p0/0", "p1/0")
-        world.trainer.version = 1
-        world.control.on_trainer_back()
-        await asyncio.sleep(1)
-        assert world.server.ledger.version == 1
-        assert run.done()
-
-    on_virtual_time(main())
+@virtual
+async def test_a_crash_between_the_completion_of_a_group_and_the_filter_does_not_train_on_it() -> None:
+    world = World(consume="batch")
+    await world.begin()
+    world.finish_and_score("p0/0")
+    again = World(consume="batch")
+    again.server.replay(world.journal.events)
+    again.control.filter = lambda group: "no signal" if group.name == "p0" else None
+    again.control.recover()
+    assert "p0" not in again.server.groups
+    assert again.server.owed == [], "what teaches nothing is not tried again"
 
 
-def test_a_stall_names_the_trainer_when_it_is_the_trainer_that_is_waited_for() -> None:
-    async def main() -> None:
-        world = World(settings={"stall_s": 100.0})
-        run = world.start()
-        await asyncio.sleep(1)
-        world.finish_and_score("p0/0", "p1/0")
-        with pytest.raises(StalledError, match=r"step 0 .*trainer"):
-            await run
-
-    on_virtual_time(main())
-
-
-def test_a_crash_between_the_last_score_and_the_completion_of_its_group_does_not_stall_the_run() -> None:
-    async def main() -> None:
-        world = World()
-        world.start()
-        await asyncio.sleep(1)
-        world.finish_and_score("p0/0", "p1/0")
-        events = world.journal.events
-        cut = max(at for at, event in enumerate(events) if event[0] == "score")
-        assert events[cut + 1][0] == "occupy"
-        again = World()
-        again.server.replay(events[: cut + 1])
-        again.control.recover()
-        assert again.server.groups["p1"].complete
-        assert sorted(again.trainer.names()) == ["p0", "p1"]
-
-    on_virtual_time(main())
-
-
-def test_a_crash_between_the_completion_of_a_group_and_the_filter_does_not_train_on_it() -> None:
-    async def main() -> None:
-        world = World(consume="batch")
-        world.start()
-        await asyncio.sleep(1)
-        world.finish_and_score("p0/0")
-        again = World(consume="batch")
-        again.server.replay(world.journal.events)
-        again.control.filter = lambda group: "no signal" if group.name == "p0" else None
-        again.control.recover()
-        assert "p0" not in again.server.groups
-        assert again.server.owed == [], "what teaches nothing is not tried again"
-
-    on_virtual_time(main())
-
-
-def test_a_response_that_is_too_old_for_its_group_does_not_end_the_run_when_its_instance_pulls() -> None:
+@virtual
+async def test_a_response_that_is_too_old_for_its_group_does_not_end_the_run_when_its_instance_pulls() -> None:
     """It was queued again and still counted as running there: nobody held the group when the pull was reported."""
-
-    async def main() -> None:
-        world = World()
-        world.start()
-        await asyncio.sleep(1)
-        world.finish_and_score("p0/0", "p1/0")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(world.server, "_within", lambda _group, _spans: False)
-            world.finish("p2/0")
-        assert world.server.trajectories["p2/0"].state == "queued"
-        assert "p2/0" not in world.control.members["i0"].residents
-        world.push()
-        world.control.on_report(world.instances["i0"].report(pulled=1))
-        assert world.control.members["i0"].version == 1
-
-    on_virtual_time(main())
+    world = World()
+    await world.begin()
+    world.finish_and_score("p0/0", "p1/0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.server, "_checked", lambda *_: None)
+        world.finish("p2/0")
+    assert world.server.trajectories["p2/0"].state == "queued"
+    assert "p2/0" not in world.control.members["i0"].residents
+    world.push()
+    world.control.on_report(world.instances["i0"].report(pulled=1))
+    assert world.control.members["i0"].version == 1
 
 
-def test_a_failure_that_is_reported_twice_does_not_hide_what_was_sent_there_again() -> None:
+@virtual
+async def test_a_failure_that_is_reported_twice_does_not_hide_what_was_sent_there_again() -> None:
     """Nobody would have given it back had the instance died: its group was waited for without end."""
-
-    async def main() -> None:
-        world = World()
-        world.start()
-        await asyncio.sleep(1)
-        one, report = (
-            world.server.trajectories["p0/0"],
-            world.instances["i0"].report(failed=[Failed("p0/0", 1, "full")]),
-        )
-        world.control.on_report(report)
-        await asyncio.sleep(1)
-        assert (one.state, one.epoch) == ("running", 2)
-        world.control.on_report(report)
-        world.control.left("i0")
-        assert one.state == "queued"
-
-    on_virtual_time(main())
+    world = World()
+    await world.begin()
+    one, report = (
+        world.server.trajectories["p0/0"],
+        world.instances["i0"].report(failed=[Failed("p0/0", 1, "full")]),
+    )
+    world.control.on_report(report)
+    await asyncio.sleep(1)
+    assert (one.state, one.epoch) == ("running", 2)
+    world.control.on_report(report)
+    world.control.left("i0")
+    assert one.state == "queued"
 
 
-def test_a_report_that_cannot_be_true_costs_one_trajectory_its_progress_and_nobody_else_anything() -> None:
-    async def main() -> None:
-        world = World()
-        world.start()
-        await asyncio.sleep(1)
-        complaints: list[tuple[str, str]] = []
-        world.control.reports.on_bad = lambda instance, _, why: complaints.append((instance, why))
-        instance = world.instances["i0"]
-        lie, truth = TrajectoryNews("p0/0", 1, ((7, 10),)), TrajectoryNews("p1/0", 1, ((0, 10),))
-        world.control.on_report(instance.report(finished=[lie, truth]))
-        assert complaints == [("i0", "trajectory p0/0 has tokens of version 7, but the newest that can exist is 0")]
-        assert world.server.trajectories["p0/0"].state == "queued"
-        assert world.server.trajectories["p1/0"].state == "generated"
-        assert ("p0/0", 1) in instance.aborted, "whoever sent it is told to forget it"
-        await asyncio.sleep(5)
-        assert world.server.trajectories["p0/0"].epoch == 2, "and it is tried again"
-
-    on_virtual_time(main())
+@virtual
+async def test_a_report_that_cannot_be_true_costs_one_trajectory_its_progress_and_nobody_else_anything() -> None:
+    world = World()
+    await world.begin()
+    complaints: list[tuple[str, str]] = []
+    world.control.reports.on_bad = lambda instance, _, why: complaints.append((instance, why))
+    instance = world.instances["i0"]
+    lie, truth = TrajectoryNews("p0/0", 1, ((7, 10),)), TrajectoryNews("p1/0", 1, ((0, 10),))
+    world.control.on_report(instance.report(finished=[lie, truth]))
+    assert complaints == [("i0", "trajectory p0/0 has tokens of version 7, but the newest that can exist is 0")]
+    assert world.server.trajectories["p0/0"].state == "queued"
+    assert world.server.trajectories["p1/0"].state == "generated"
+    assert ("p0/0", 1) in instance.aborted, "whoever sent it is told to forget it"
+    await asyncio.sleep(5)
+    assert world.server.trajectories["p0/0"].epoch == 2, "and it is tried again"
 
 
-def test_a_version_that_an_instance_holds_before_the_trainer_has_said_so_does_not_end_the_run() -> None:
+@virtual
+async def test_a_version_that_an_instance_holds_before_the_trainer_has_said_so_does_not_end_the_run() -> None:
     """The store hands out the newest version, and two messages about it race."""
-
-    async def main() -> None:
-        world = World(batch=1)
-        world.start()
-        await asyncio.sleep(1)
-        world.finish_and_score("p0/0")
-        instance, member = world.instances["i0"], world.control.members["i0"]
-        begun = TrajectoryNews("p1/0", 1, ((1, 5),))
-        world.control.on_report(instance.report(pulled=1))
-        world.control.on_report(instance.report(progress=[begun]))
-        await asyncio.sleep(1)
-        assert (world.server.ledger.version, member.version) == (0, 0)
-        assert world.server.groups["p1"].version == 0
-        world.push()
-        assert (member.version, member.pulling) == (1, None)
-        await asyncio.sleep(1)
-        assert all(work.epoch for work in instance.submitted)
-        assert "p2/0" in {work.trajectory for work in instance.submitted}
-
-    on_virtual_time(main())
+    world = World(batch=1)
+    await world.begin()
+    world.finish_and_score("p0/0")
+    instance, member = world.instances["i0"], world.control.members["i0"]
+    begun = TrajectoryNews("p1/0", 1, ((1, 5),))
+    world.control.on_report(instance.report(pulled=1))
+    world.control.on_report(instance.report(progress=[begun]))
+    await asyncio.sleep(1)
+    assert (world.server.ledger.version, member.version) == (0, 0)
+    assert world.server.groups["p1"].version == 0
+    world.push()
+    assert (member.version, member.pulling) == (1, None)
+    await asyncio.sleep(1)
+    assert all(work.epoch for work in instance.submitted)
+    assert "p2/0" in {work.trajectory for work in instance.submitted}
 
 
-def test_a_trajectory_that_only_ever_gets_bad_reports_is_given_up_with_its_group() -> None:
-    async def main() -> None:
-        world = World()
-        world.start()
-        for epoch in (1, 2, 3):
-            await asyncio.sleep(5)
-            world.control.on_report(world.instances["i0"].report(finished=[TrajectoryNews("p0/0", epoch, ((7, 10),))]))
-        assert "p0" not in world.server.groups
-        assert world.server.ledger.counts()["released"] == {"bad reports": 1}
-        assert world.server.owed == [0] or "p0.1" in world.server.groups
-
-    on_virtual_time(main())
+@virtual
+async def test_a_trajectory_that_only_ever_gets_bad_reports_is_given_up_with_its_group() -> None:
+    world = World()
+    world.start()
+    for epoch in (1, 2, 3):
+        await asyncio.sleep(5)
+        world.control.on_report(world.instances["i0"].report(finished=[TrajectoryNews("p0/0", epoch, ((7, 10),))]))
+    assert "p0" not in world.server.groups
+    assert world.server.ledger.counts()["released"] == {"bad reports": 1}
+    assert world.server.owed == [0] or "p0.1" in world.server.groups

@@ -40,7 +40,7 @@ def image(server: TrajectoryServer) -> str:
         for each in server
         if each.state != "aborted"
     ]
-    prompts = [payloads.token_bytes(name) for name in server.groups]
+    prompts = [payloads.bytes_of(name)[0] for name in server.groups]
     whole = repr((state_of(server), held, prompts, payloads.bytes, payloads.claimed, server.made))
     return hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()
 

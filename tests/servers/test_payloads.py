@@ -52,7 +52,7 @@ def test_chunks_that_overlap_give_each_token_once(steps: list[tuple[int, int]]) 
     payloads.seal("p0/0")
     assert payloads.claimed == LIMITS.max_tokens * TOKEN_BYTES + payloads.bytes
     for name in ("p0/0", "p0/1", "p0"):
-        payloads.drop(name)
+        payloads.drop([name])
     assert payloads.bytes == payloads.claimed == 0
 
 

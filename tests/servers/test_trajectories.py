@@ -10,13 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from staleflow.protocol import LedgerError, StalenessLedger
-from staleflow.servers.lifecycle import Group, Trajectory
+from staleflow.servers.lifecycle import TRAINED, Group, Trajectory
 from staleflow.types import Spans
 from tests.servers.small_server import ALL, Source, empty_server, run_to_score, state_of
 
 choice = st.sampled_from(range(4096))
 Answer = TypeVar("Answer")
 PROMPTS = 60
+
+
+def _trained(groups: list[Group]) -> dict[str, list[str]]:
+    return {group.name: [each.name for each in group.members if each.state in TRAINED] for group in groups}
 
 
 class ServerMachine(RuleBasedStateMachine):
@@ -34,10 +38,17 @@ class ServerMachine(RuleBasedStateMachine):
         self.admissions: list[str] = []
         self.committed: Counter[int] = Counter()
         self.gone: list[str] = ["nobody/0"]
+        self.announced: tuple[int, int, dict[str, list[str]]] | None = None
+        self.server.on_committing = self.note_committing
         self.server.on_committed = self.note_commit
         self.server.on_aborted = lambda one, _: self.gone.append(one.name)
 
+    def note_committing(self, step: int, groups: list[Group]) -> None:
+        """A kill just after a commit was durable left a step without its line: what is written here comes before."""
+        self.announced = step, self.journal.position, _trained(groups)
+
     def note_commit(self, step: int, groups: list[Group]) -> None:
+        assert self.announced == (step, self.journal.position - 1, _trained(groups))
         assert len(groups) == self.ledger.batch_size
         for group in groups:
             assert group.version is not None

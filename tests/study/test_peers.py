@@ -221,6 +221,12 @@ def test_unknown_policies_are_refused(text: str) -> None:
         chosen(text)
 
 
+@pytest.mark.parametrize(("text", "policy"), [("verl", "window_wait"), ("TRL", "discard"), ("prime_rl", "discard")])
+def test_the_name_of_a_system_says_which_policy_stands_for_it(text: str, policy: str) -> None:
+    with pytest.raises(ConfigError, match=f"is a system: what it does by default is like .*{policy}"):
+        chosen(text)
+
+
 def test_redundancy_is_not_what_peers_do() -> None:
     with pytest.raises(LedgerError, match="redundancy=2"):
         Cluster(named("quota").fit(replace(SMALL, redundancy=2)), 0, policy=named("quota"))

@@ -77,8 +77,30 @@ def test_a_data_set_of_the_hub_is_rows_and_one_that_cannot_be_loaded_is_one_line
             raise ValueError("Config name is missing.\nPick one.")
         return [{"question": f"{path} {split}", "answer": "4"}]
 
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     [problem] = read_hub("openai/gsm8k", "question", **{"name": "main"})
     assert (problem.prompt, problem.facts["answer"]) == ("openai/gsm8k train", "4")
     with pytest.raises(TaskError, match=r"cannot be loaded .*Pick one.*correct the name or data\.arguments"):
         read_hub("openai/gsm8k", "question")
+
+
+def test_without_a_network_only_the_cache_is_asked_for_data_and_the_refusal_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = SimpleNamespace(HF_HUB_OFFLINE=False)
+
+    def load_dataset(path: str, **_: Any) -> list[dict[str, Any]]:
+        assert config.HF_HUB_OFFLINE, "it would try for half a minute"
+        if path != "me/cached":
+            raise ConnectionError("Offline mode is enabled.")
+        return [{"prompt": "2 + 2", "answer": "4"}]
+
+    def dataset_info(*_: Any, **__: Any) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset, config=config))
+    assert [each.prompt for each in read_hub("me/cached")] == ["2 + 2"]
+    with pytest.raises(TaskError, match=r"cannot be loaded .*\(OSError: Name or service not known\): correct the name"):
+        read_hub("me/other")

@@ -231,9 +231,8 @@ def test_what_is_left_out_is_counted_and_said(folder: Path, tmp_path: Path) -> N
     (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "99", "answer": 1}) + "\n")
     task = opened(folder, path, f"data.held_out={tmp_path / 'held.jsonl'}", "data.max_prompt_tokens=8")
     assert (task.size, task.left_out) == (20, 1)
-    assert task.about() == (
-        "20 problems to train on, 1 held out; 1 are left out: empty, or longer than data.max_prompt_tokens=8"
-    )
+    limit = "data.max_prompt_tokens=8 (the longest has 9)"
+    assert task.about() == f"20 problems to train on, 1 held out; left out: 1 longer than {limit}"
 
 
 def test_a_response_is_cut_unless_an_end_token_or_a_stop_string_ended_it(folder: Path, tmp_path: Path) -> None:

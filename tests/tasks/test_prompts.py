@@ -27,7 +27,7 @@ def test_prompts_that_are_too_long_are_left_out_and_all_others_read(lengths: lis
             DataPrompts(data(lengths), encode, seed, max_tokens=8)
         return
     prompts = DataPrompts(data(lengths), encode, seed, max_tokens=8, epochs=epochs)
-    assert prompts.skipped == len(lengths) - len(fitting)
+    assert (prompts.too_long, prompts.empty) == (sum(length > 8 for length in lengths), lengths.count(0))
     for epoch in range(epochs):
         numbers = range(epoch * len(fitting), (epoch + 1) * len(fitting))
         assert sorted(prompts.item(number) for number in numbers) == fitting

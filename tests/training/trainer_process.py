@@ -18,8 +18,9 @@ import torch
 import transformers.models.llama.modeling_llama
 
 import staleflow.config
+from staleflow.frames import framed
 from staleflow.runtime.local import child
-from staleflow.runtime.local.link import SocketLink, pack
+from staleflow.runtime.local.link import SocketLink
 from staleflow.training import build, standby
 from staleflow.types import FromProcess, Setup, ToProcess
 from staleflow.workers import trainer as worker
@@ -56,7 +57,7 @@ class TrainerProcess:
         self.send([Setup("trainer", "trainer", 1, *folders, cores, 1, 0, checkpoint, standby)])
 
     def send(self, messages: Iterable[msgspec.Struct]) -> None:
-        self._socket.sendall(b"".join(map(pack, messages)))
+        self._socket.sendall(b"".join(map(framed, messages)))
 
     def hear(self) -> Any:
         """The next message; fails instead of waiting forever, or after its death."""

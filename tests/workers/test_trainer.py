@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from staleflow.runtime.local.link import SocketLink, pack
+from staleflow.frames import framed
+from staleflow.runtime.local.link import SocketLink
 from staleflow.training.checkpoints import load
 from staleflow.training.checksums import damage
 from staleflow.training.trainer import StalenessError, Trainer, TrainerOptions
@@ -184,8 +185,8 @@ def test_a_trajectory_beyond_the_bound_breaks_the_run_by_name_and_changes_nothin
     desk = Desk(base)
     link = SocketLink(theirs, ToProcess)
     desk.worker._send = link.send
-    ours.sendall(b"".join(pack(each) for each in (Feed(0, step(0)), Finish(0), Feed(1, step(1)), Finish(1))))
-    ours.sendall(b"".join(pack(each) for each in (Feed(2, step(2, version=0)), Finish(2), Stop())))
+    ours.sendall(b"".join(framed(each) for each in (Feed(0, step(0)), Finish(0), Feed(1, step(1)), Finish(1))))
+    ours.sendall(b"".join(framed(each) for each in (Feed(2, step(2, version=0)), Finish(2), Stop())))
     with pytest.raises(StalenessError):
         serve(desk.worker, link)
     theirs.close()

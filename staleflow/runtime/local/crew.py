@@ -7,17 +7,18 @@
     await crew.within(crew.all_ready(), "start of all processes", 300)
     await crew.stop()
 
-Anything that the run cannot survive goes to ``fail``; whoever waits through ``within`` hears of it at once. After that
-nobody is replaced, until ``only`` says for whom it is still tried.
+Anything that the run cannot survive goes to ``fail``; a wait by ``within`` then ends at once. After that no
+process is replaced, except those that ``only`` names.
 
 Processes outlive the control plane. Those that an earlier one started are found and adopted by ``start``: they connect,
-say again what may not have been heard, and answer ``TakeOver``.
+repeat what may not have been heard, and answer ``TakeOver``.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from staleflow.runtime.watchdog import Standstill, Watchdog
 from staleflow.types import Broken, Hello, Ready, Role, Setup, Stop
 
 LOOK_S = 0.02
-"""How often to look whether everybody is ready."""
+"""How often to look whether all processes are ready."""
 
 Hear = Callable[[Child, Any], None]
 
@@ -54,7 +55,7 @@ class Crew:
         term: int = 1,
         standby: bool = False,
     ) -> None:
-        """``on_death`` is told how a process ended, and in how many seconds it is started again; None: it is not.
+        """``on_death`` gets how a process ended, and in how many seconds it is started again; None: it is not.
         ``term``: of the control plane. ``standby``: the trainer's place is taken from the start, by one that
         continues from what an earlier one published."""
         self.children: dict[str, Child] = {}
@@ -100,13 +101,13 @@ class Crew:
             self.watchdog.normal(name, RETURN[0], trainer_s if name == "trainer" else 0.0)
 
     def all_started(self) -> None:
-        """Whoever has not been adopted by now is not needed, and told so when it connects."""
+        """A process that has not been adopted by now is not needed, and is stopped when it connects."""
         self._found.clear()
 
     def start(self, role: Role, name: str, hear: Hear, ended: Callable[[Child], None]) -> Child:
         """A process of this name: one that is there already, the first, or one in the place of another that has died.
 
-        ``hear`` gets its messages; ``ended`` is told at once when it dies while the run continues.
+        ``hear`` gets its messages; ``ended`` is called at once when it dies while the run continues.
         """
         found = self._found.pop(name, None)
         self.restarts.started(name, _now())
@@ -139,9 +140,7 @@ class Crew:
                 self._replacing.add(task)
                 task.add_done_callback(self._replacing.discard)
 
-        def on_message(message: Any) -> None:
-            self._hear(child, message, hear)
-
+        on_message = partial(self._hear, child, hear)
         if found:
             child.adopt(found.pid, on_message, on_end)
         else:
@@ -149,12 +148,12 @@ class Crew:
         return child
 
     def keep(self, position: int, durable: int) -> None:
-        """Tell everybody what they need not say again, by how far the journal is."""
+        """Tell all processes which of their messages are durable, so that they need not repeat them."""
         for child in self.children.values():
             child.keep(position, durable)
 
     def reaped(self, pid: int, code: int) -> None:
-        """Somebody else was told how an adopted process ended."""
+        """The supervisor says how an adopted process ended."""
         for child in self.children.values():
             if child.pid == pid:
                 child.code = code
@@ -167,7 +166,7 @@ class Crew:
             self.failure.set_exception(RunError(why) if isinstance(why, str) else why)
 
     def look(self) -> list[Standstill]:
-        """Who stands still. Those that have for too long are killed, and replaced as any other that dies."""
+        """Processes that stand still. Those that have for too long are killed, and replaced as others that die."""
         now = _now()
         found = self.watchdog.look(now)
         for each in found:
@@ -179,7 +178,7 @@ class Crew:
         return found
 
     def place(self, places: Mapping[str, Place]) -> None:
-        """Others come or go: everybody moves together, or has more room."""
+        """Instances come or go: all processes move closer together or further apart."""
         self._places = places
         for name, child in self.children.items():
             if name in places:
@@ -199,7 +198,7 @@ class Crew:
         self._wanted, self.failure = set(names), self._no_failure()
 
     async def all_ready(self) -> None:
-        """Until everybody is, but for those that the run can do without."""
+        """Until all processes are, except those that the run can do without."""
         while not all(child.ready.is_set() or name in self.optional for name, child in self.children.items()):
             await asyncio.sleep(LOOK_S)
 
@@ -242,7 +241,7 @@ class Crew:
         else:
             channel.close()  # its turn comes: it tries again
 
-    def _hear(self, child: Child, message: Any, hear: Hear) -> None:
+    def _hear(self, child: Child, hear: Hear, message: Any) -> None:
         if not self._is(child):
             return  # it has been retired
         if isinstance(message, Broken):
@@ -256,11 +255,11 @@ class Crew:
             self.watchdog.moved(child.name, _now())
         try:
             hear(child, message)
-        except Exception as error:  # a mistake of ours: the run ends with its own traceback
+        except Exception as error:  # a bug: the run ends with its own traceback
             self.fail(error)
 
     def _is(self, child: Child) -> bool:
-        """Whether it is the one that goes by its name now."""
+        """Whether it is the present process of its name."""
         return self.children.get(child.name) is child
 
     def _matters(self, name: str) -> bool:

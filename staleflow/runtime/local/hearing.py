@@ -40,7 +40,7 @@ class Hearing:
         run, now = self._run, self._run.loop.time()
         port = run.instances.get(child.name)
         if port is None or port.child is not child:
-            run.count_instances()
+            run.time.count_instances()
             port = run.instances[child.name] = RemoteInstance(child, child.setup.incarnation)
         port.hear(message)
         run.costs.hear(message.costs)
@@ -89,7 +89,7 @@ class Hearing:
                     run.control.on_pushed(version)
             case Trained():
                 if message.step >= run.server.ledger.version:  # others are made again
-                    run.kept.trained(message, run.seconds, run.spent())
+                    run.kept.trained(message, run.time.seconds, run.time.so_far())
             case Saved():
                 self._trainer_did("save")
                 if not message.why:
@@ -167,7 +167,7 @@ class Hearing:
         self._failures = 0
         self.scored += 1
         if name in self._run.payloads:  # otherwise its group was given up
-            self._run.samples.scored(name, parts, self._run.payloads.token_bytes(name))
+            self._run.samples.scored(name, parts, self._run.payloads.bytes_of(name)[0])
         self._run.control.on_scored(name, reward)
 
     def reward_failed(self, name: str, why: str) -> None:

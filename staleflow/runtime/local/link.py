@@ -24,24 +24,15 @@ from typing import Any
 import msgspec
 
 from staleflow.frames import Frames, framed
+from staleflow.runtime.local.patience import PatientLoop
 from staleflow.types import FromProcess, Hello, Kept, Setup, ToProcess
 from staleflow.workers.link import Gone
 
 PIECE = 1 << 20
-MOST_BYTES = 2**31
-"""A longer message is refused before memory is taken for it."""
 AWAY_S = 120.0
 """How long a process waits for another control plane before it ends."""
 RETRY_S = 0.1
 """How often it tries to connect meanwhile."""
-
-
-def pack(message: msgspec.Struct) -> bytes:
-    return framed(message, MOST_BYTES)
-
-
-def unpacker(kinds: object) -> Frames[Any]:
-    return Frames(kinds, MOST_BYTES)
 
 
 class SocketLink:
@@ -50,12 +41,12 @@ class SocketLink:
     def __init__(self, end: socket.socket, kinds: object) -> None:
         self._socket = end
         self._socket.setblocking(True)
-        self._unpacker = unpacker(kinds)
+        self._frames: Frames[Any] = Frames(kinds)
         self._came: deque[Any] = deque()
         """Messages that nobody has taken yet."""
 
     def send(self, message: msgspec.Struct) -> None:
-        self.send_packed(pack(message))
+        self.send_packed(framed(message))
 
     def send_packed(self, data: bytes) -> None:
         try:
@@ -72,7 +63,7 @@ class SocketLink:
                 raise Gone from None
             if not data:
                 raise Gone
-            self._came += self._unpacker.feed(data)
+            self._came += self._frames.feed(data)
         while self._came:
             yield self._came.popleft()
 
@@ -108,7 +99,7 @@ class LastingLink:
         self._tried_at = float("-inf")
 
     def send(self, message: msgspec.Struct) -> None:
-        data = pack(message)
+        data = framed(message)
         self._said.append(data)
         if self._link is not None:
             with suppress(Gone):  # ``receive`` finds that out as well, after what had still come
@@ -153,7 +144,7 @@ class LastingLink:
         hello = Hello(self._name, self._incarnation, os.getpid(), self._set_up, self._first)
         try:
             end.connect(self._path)
-            end.sendall(b"".join((pack(hello), *self._said)))
+            end.sendall(b"".join((framed(hello), *self._said)))
         except OSError:
             end.close()
             return False
@@ -175,14 +166,19 @@ class Channel(asyncio.Protocol):
         self.on_end: Callable[[], None] = lambda: None
         self.heard = 0
         """Messages of the process, as it counts them."""
-        self._unpacker = unpacker(FromProcess)
+        self._frames: Frames[Any] = Frames(FromProcess)
         self._on_hello = on_hello
         self._transport: asyncio.Transport | None = None
 
     def send(self, message: msgspec.Struct) -> None:
         """To a process that has died it does nothing: ``on_end`` tells of that."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(pack(message))
+            self._transport.write(framed(message))
+
+    def hurry(self) -> None:
+        """Somebody waits for what is said here: it is heard at once."""
+        if self._transport is not None and isinstance(loop := asyncio.get_running_loop(), PatientLoop):
+            loop.hurry(self._transport.get_extra_info("socket").fileno())
 
     def close(self) -> None:
         if self._transport is not None:
@@ -193,7 +189,7 @@ class Channel(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        for message in self._unpacker.feed(data):
+        for message in self._frames.feed(data):
             if isinstance(message, Hello):
                 self.heard = message.first - 1
                 self._on_hello(self, message)

@@ -1,8 +1,10 @@
-"""An event loop that is woken up at most every ``MOMENT_S``: whatever comes within a moment is handled together.
+"""An event loop that is woken up at most once in a moment: whatever comes within it is handled together.
 
 The control plane does little for each message, and most of what a message costs is to wake up a process whose code and
-data have left the caches meanwhile. With reports, rewards and timers taken together it is woken up a quarter as often.
-What comes after a pause is handled at once; what comes later waits for the rest of the moment. ::
+data have left the caches meanwhile. Moments begin ``DELAY_S`` after the ticks at which instances report
+(``TICK_S`` in ``workers/rollout.py``; processes of one machine have one clock), so that the reports of all instances
+are there, and are decided on, in one wake-up. What comes after a pause is handled at once; what comes later waits for
+the next moment, except from those that ``hurry`` names and from other threads. ::
 
     summary = run_patiently(run.execute())
 """
@@ -12,40 +14,67 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from selectors import DefaultSelector, SelectorKey
+from contextlib import suppress
+from selectors import EVENT_READ, DefaultSelector, SelectorKey
 from typing import Any, TypeVar
 
-MOMENT_S = 0.025
-"""Half of the time between two decisions."""
+from staleflow.workers.rollout import TICK_S
+
+DELAY_S = 0.01
+"""Of a moment behind the tick: an instance reports when its decoding step is done."""
 T = TypeVar("T")
 
 
 class PatientSelector(DefaultSelector):
-    def __init__(
-        self,
-        moment_s: float = MOMENT_S,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, moment_s: float = TICK_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._moment_s = moment_s
         self._clock = clock
-        self._sleep = sleep
-        self._woken = -moment_s
+        self._next = clock()
+        self._urgent = DefaultSelector()
+
+    def hurry(self, file: Any) -> None:
+        self._urgent.register(file, EVENT_READ)
+
+    def wait(self, seconds: float) -> None:
+        """Until then, or until something urgent comes."""
+        self._urgent.select(seconds)
+
+    def unregister(self, fileobj: Any) -> SelectorKey:
+        with suppress(KeyError):
+            self._urgent.unregister(fileobj)
+        return super().unregister(fileobj)
+
+    def close(self) -> None:
+        self._urgent.close()
+        super().close()
 
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
         if timeout is not None and timeout <= 0:  # there is work at hand
             return super().select(0)
-        pause_s = self._woken + self._moment_s - self._clock()
-        if pause_s > 0:
-            self._sleep(pause_s)
-            timeout = None if timeout is None else max(0.0, timeout - pause_s)
+        began = self._clock()
+        if began < self._next:
+            self.wait(self._next - began)
+            timeout = None if timeout is None else max(0.0, timeout - (self._clock() - began))
         events = super().select(timeout)
-        self._woken = self._clock()
+        moments = (self._clock() - DELAY_S) // self._moment_s
+        self._next = (moments + 1) * self._moment_s + DELAY_S
         return events
+
+
+class PatientLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._patient = PatientSelector()
+        super().__init__(self._patient)
+        for own in list(self._patient.get_map().values()):
+            self._patient.hurry(own.fileobj)  # by which other threads and signals wake the loop up
+
+    def hurry(self, file: Any) -> None:
+        """What comes here is handled at once."""
+        self._patient.hurry(file)
 
 
 def run_patiently(main: Coroutine[Any, Any, T]) -> T:
     """As ``asyncio.run`` does."""
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(PatientSelector())) as runner:
+    with asyncio.Runner(loop_factory=PatientLoop) as runner:
         return runner.run(main)

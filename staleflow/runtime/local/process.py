@@ -28,7 +28,7 @@ from staleflow.servers.weights.segments import start_time
 from staleflow.types import Hello, Kept, Setup, Stop, TakeOver
 
 STOP_S = 10.0
-"""A process that has been told to stop gets so long; then it is killed."""
+"""A process that has been told to stop and has not after this time is killed."""
 REAP_S = 2.0
 """How long one that has closed its connection may take to end."""
 LAST_WORDS_S = 0.5
@@ -47,7 +47,7 @@ class Child:
         self.adopted = False
         """Whether an earlier control plane started it."""
         self.code: int | None = None
-        """Exit status, once known; of an adopted one only if somebody tells."""
+        """Exit status, once known; of an adopted one only if the supervisor tells."""
         self.ready = asyncio.Event()
         self.ended = asyncio.Event()
         self.broken = False
@@ -108,6 +108,8 @@ class Child:
     def arrived(self, channel: Channel, hello: Hello) -> None:
         self._channel = channel
         channel.on_message, channel.on_end = self._on_message, self._end
+        if self.setup.role == "trainer":
+            channel.hurry()
         self.send(TakeOver(self.term) if hello.set_up else self.setup)
 
     def send(self, message: msgspec.Struct) -> None:
@@ -115,7 +117,7 @@ class Child:
             self._channel.send(message)
 
     def keep(self, position: int, durable: int) -> None:
-        """Called from time to time with how far the journal is: tells the process what it need not say again."""
+        """Called from time to time with how far the journal is: tells the process which messages it need not repeat."""
         number, needed = self._unkept
         if self._channel is not None and needed <= durable:
             if number:
@@ -136,13 +138,13 @@ class Child:
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def how_it_ended(self) -> str:
-        """Once its connection is closed. One that lives on without it is killed."""
+        """Once its connection is closed. One that is still alive without it is killed."""
         await self._gone()
         self.kill()
         return "stood still" if self.hung else ending(self.code)
 
     async def stop(self) -> None:
-        """Tell it to stop, wait for a while, then make it."""
+        """Tell it to stop, wait for a while, then kill it."""
         if not self.pid:
             return
         self.send(Stop())

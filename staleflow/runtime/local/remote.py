@@ -13,7 +13,7 @@ from staleflow.runtime.local.process import Child
 from staleflow.runtime.ports import Heard
 from staleflow.servers.lifecycle import Group
 from staleflow.servers.trajectories import TrajectoryServer
-from staleflow.types import Command, Feed, Fence, Finish, InstanceState, Report, Reset, Row, Save, TrajectoryNews
+from staleflow.types import Command, Feed, Fence, Finish, InstanceState, Report, Reset, Row, Save
 from staleflow.workers.rollout import STREAM_S
 
 
@@ -30,6 +30,7 @@ class RemoteInstance:
         self.joined = False
         """Whether it may get work."""
         self.child = child
+        self.send: Callable[[Command], None] = child.send
         self._held: list[tuple[str, int]] = []
         self._heard = Heard(_now(), incarnation, Fence(0, incarnation, 0), InstanceState(version=-1))
 
@@ -39,20 +40,18 @@ class RemoteInstance:
 
     def hear(self, report: Report) -> None:
         self._heard = Heard(_now(), report.incarnation, report.applied, report.state)
-        self.tokens += report.costs.tokens
+        self.tokens += (made := report.costs.tokens)
         self.busy_s += report.costs.busy_s
         if report.held is not None:
             self._held = report.held
-        sent = sum(len(each.chunk.tokens) // 4 for each in _news(report) if each.chunk is not None)
-        self._unseen = max(0, self._unseen + report.costs.tokens - sent) if report.state.running else 0
+        news = [*report.finished, *report.returned, *report.progress]
+        sent = sum([len(each.chunk.tokens) // 4 for each in news if each.chunk is not None])
+        self._unseen = max(0, self._unseen + made - sent) if report.state.running else 0
 
     def unseen(self) -> int:
         """Tokens that it has made and not sent, about: they are lost if it is dead."""
         since_s = min(_now() - self._heard.time, STREAM_S) if self.state.running else 0.0
         return self._unseen + round(since_s * self.tokens / self.busy_s if self.busy_s else 0.0)
-
-    def send(self, command: Command) -> None:
-        self.child.send(command)
 
     def heard(self) -> Heard:
         return self._heard
@@ -84,13 +83,13 @@ class RemoteTrainer:
         self._sent = 0
 
     def made(self, version: int) -> None:
-        """It is safe, whoever says so and however late."""
+        """The version is safe. May be called late and again."""
         self.version = max(self.version, version)
         self.news.set()
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:
         rows = [self._server.rows([group]) for group in groups]
-        tokens = sum(len(row.tokens) // 4 for group in rows for row in group)
+        tokens = sum([len(row.token_bytes) // 4 for group in rows for row in group])
         self._send(Feed(step, rows), "feed", f"gradients of step {step}", tokens)
 
     def make_again(self, step: int, groups: list[list[Row]]) -> None:
@@ -113,8 +112,8 @@ class RemoteTrainer:
         return handled >= self._sent
 
     def _send(self, message: msgspec.Struct, kind: str = "", what: str = "", size: float = 1.0) -> None:
-        """To one that is not ready nothing is said: it takes a dead one's place, and what that one was told in part
-        would be taken for the whole. Once it is ready it is reset, and told everything again."""
+        """A trainer that is not ready is sent nothing: it replaces a dead one, and would take the rest of what that one
+        was sent for the whole. Once it is ready it is reset, and sent everything again."""
         child = self._crew.children["trainer"]
         if not child.ready.is_set():
             return
@@ -127,10 +126,6 @@ class RemoteTrainer:
 
     def durable(self) -> int:
         return self.version
-
-
-def _news(report: Report) -> list[TrajectoryNews]:
-    return [*report.finished, *report.returned, *report.progress]
 
 
 def _now() -> float:

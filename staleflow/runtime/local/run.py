@@ -35,9 +35,8 @@ from staleflow.run.incidents import Incidents
 from staleflow.run.journalled import JournalledRecord
 from staleflow.run.opening import KEPT_BYTES, Opened, open_state
 from staleflow.run.origin import ORIGIN, origin_of, write_origin
-from staleflow.run.parts import sizes
 from staleflow.run.processes import end, processes
-from staleflow.run.record import Record
+from staleflow.run.record import Record, sizes
 from staleflow.run.samples import Samples
 from staleflow.run.signals import Signals
 from staleflow.run.state import STATE, pack_state
@@ -51,9 +50,9 @@ from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.local.rescuing import Rescue
 from staleflow.runtime.local.saving import Saving
 from staleflow.runtime.local.scaling import Scaling, unused
-from staleflow.runtime.local.stillness import STALL_S
 from staleflow.runtime.local.supervisor import Supervisor, requests
-from staleflow.runtime.local.watching import Watching
+from staleflow.runtime.local.time_spent import TimeSpent
+from staleflow.runtime.local.watching import STALL_S, Watching
 from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.runtime.watchdog import Watchdog
 from staleflow.servers.book import let_go
@@ -63,15 +62,16 @@ from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.made import rows_of
 from staleflow.servers.weights import claim, standby_of
 from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
-from staleflow.types import Evaluate, Trained
+from staleflow.types import Evaluate
+from staleflow.workers.rollout import TICK_S
 
 __all__ = ["LocalRun", "RunError"]
 
 START_S = 300.0
 ADOPTED_S = 10.0
 """An instance of an earlier control plane that has not answered after this time is replaced."""
-CYCLE_S = 0.05
-"""Decisions are made at most this often: steps of a laptop run take a fraction of a second."""
+CYCLE_S = TICK_S
+"""Between two decisions: the event loop is woken up this often (``patience``), and all that has come is decided on."""
 
 
 class Interrupted(RunError):  # noqa: N818  # an event, not a mistake
@@ -117,17 +117,14 @@ class LocalRun:
         self.training = False
         self.started = False
         """Whether every process is ready."""
+        self.doing = ""
+        """What it does when it has started and does not train."""
         self.in_place = False
         """Whether this continues with processes of a control plane that died."""
-        self._began = self._cpu_began = 0.0
-        self._counted_at = 0.0
-        self._cpu_before: dict[str, float] = {}
-        """By process, CPU seconds when training began."""
-        self._before_s = 0.0
-        """Seconds of training in earlier attempts of the run."""
         self._supervisor = supervisor
         self.hearing = Hearing(self)
         self.watching = Watching(self)
+        self.time = TimeSpent(self)
         self.rescue = Rescue(self)
         self.scaling = Scaling(self)
         self.costs = RunCosts()
@@ -144,8 +141,8 @@ class LocalRun:
             for each in requested:
                 self.loop.add_signal_handler(each, self._signalled, each)
             beside = [
-                self._beside(self.watching.show_forever(), "view"),
-                self._beside(self.watching.forever(), "watch"),
+                self._beside(self.watching.keep_showing(), "view"),
+                self._beside(self.watching.keep_watching(), "watch"),
             ]
             if self._supervisor is not None:
                 self._supervisor.tell(self.directory.path)
@@ -153,7 +150,7 @@ class LocalRun:
             try:
                 await self._run()
             except Exception as error:
-                if self._began:
+                if self.time.began:
                     _add(error, await self.rescue.rescued())
                 raise
             finally:
@@ -181,11 +178,17 @@ class LocalRun:
         else:
             self._ask_if_due(self.server.ledger.version)  # the evaluator may have died with who asked it
         await self._train()
+        self._now("saves the last checkpoint")
         await self.rescue.save_last()
         await self._evaluate()
 
+    def _now(self, doing: str) -> None:
+        """What it does now, shown at once."""
+        self.doing = doing
+        self.show(self)
+
     def _beside(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Something that runs as long as the run does; if it cannot, that is a mistake of ours, and ends it."""
+        """Something that runs as long as the run does; if it cannot, that is a bug, and ends it."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -219,8 +222,8 @@ class LocalRun:
     def _opened(self) -> Opened:
         """Where the run is. Processes of an attempt before this one stay if it continues with what they hold."""
         left = list(processes(self.directory.path))
-        lives = any(each.name == "trainer" for each in left)
-        opened = open_state(self.config, self.directory, self.task, self._checkpoint, lives)
+        trainer_there = any(each.name == "trainer" for each in left)
+        opened = open_state(self.config, self.directory, self.task, self._checkpoint, trainer_there)
         self.in_place = bool(left) and opened.standby
         if not self.in_place:
             end(left)
@@ -240,10 +243,11 @@ class LocalRun:
         self.server, self.payloads, self.journal = opened.server, opened.payloads, opened.journal
         self.kept, self._attempt, self._resumed = opened.kept, opened.attempt, bool(opened.how)
         self.server.least_epoch = self._attempt - 1 << 20
-        self._before_s = self.record.seconds
+        self.time.before_s = self.record.seconds
         if (row := self.steps.rewind(self.server.ledger.version)) is not None and opened.standby:
             self.kept.recall(row)
         self.crew = self._crew(opened.standby)
+        self.server.on_committing = self._committing
         self.server.on_committed = self._committed
         self.server.on_aborted = self._aborted
         self.outbox = Outbox(self.journal)
@@ -282,7 +286,7 @@ class LocalRun:
     def _control(self) -> ControlPlane:
         config = self.config
         cut = was_cut(self.task, config.rollout.stop_strings)
-        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.token_bytes, cut)
+        port = PoolPort(self.pool, self.task.prompts.problem, self.payloads.bytes_of, cut)
         names, version = config.reward.names, self.server.ledger.version
         self.samples = Samples(
             self.directory.samples, self.task, config.samples, names, cut, self.incidents.note, version
@@ -290,7 +294,7 @@ class LocalRun:
         settings = Settings(
             config.strategies,
             self._cost,
-            cycle_s=CYCLE_S,
+            cycle_s=0.0,  # the event loop is patient
             stall_s=STALL_S,
             reward_timeout_s=2 * config.reward.timeout_s + 60 + config.reward.patience_s,
             reward_tries=config.reward.tries,
@@ -300,7 +304,7 @@ class LocalRun:
         control = ControlPlane(settings, self.server, trainer, port, self.task.prompts, term=self._attempt)
         control.scoring.on_answer = self.costs.reward.add
         control.reports.on_bad = self.hearing.bad_report
-        control.on_decision = lambda _now, decision: self._decisions.write(self.seconds, decision)
+        control.on_decision = lambda _now, decision: self._decisions.write(self.time.seconds, decision)
         control.on_drained = self.scaling.drained
         control.filter = FILTERS.bound(config.filter, {}, config.filter_arguments)
         return control
@@ -344,28 +348,13 @@ class LocalRun:
     def record(self) -> Record:
         return self.kept.record
 
-    @property
-    def seconds(self) -> float:
-        return self._before_s + (time.monotonic() - self._began if self._began else 0.0)
-
-    @property
-    def _control_s(self) -> float:
-        """CPU seconds of this process for the run; what people look at does not count."""
-        return time.process_time() - self._cpu_began - self.watching.shown_s
-
-    @property
-    def control_share(self) -> float:
-        """Of one core, in this attempt of the run."""
-        return self._control_s / max(1e-9, time.monotonic() - self._began) if self._began else 0.0
-
     async def _train(self) -> None:
         if self.server.ledger.version >= self.config.steps or (self.interrupted and not self.in_place):
             return
         self.training = True
         self.saving.begin(self.loop.time())
         self.steps.busy_s = self.record.instance_busy_s
-        self._began, self._cpu_began = time.monotonic(), time.process_time()
-        self._counted_at = self._began
+        self.time.begin()
         for name, port in self.instances.items():
             if self.crew.children[name].ready.is_set():
                 self.join(port)
@@ -375,59 +364,19 @@ class LocalRun:
         for name in self.crew.leaving:
             self.control.drain(name)
         steps = self.server.ledger.frontier if self.interrupted else self.config.steps
-        self._cpu_before = {name: child.cpu_s for name, child in self.crew.children.items()}
         try:
             await self.crew.within(self.control.run(steps), "training")
         finally:
-            self.count_instances()
+            self.time.end()
             self.training = False
-            self.record.seconds = self.seconds
-            self.record.control_s += self._control_s
-            for port in self.instances.values():
-                self.record.instance_busy_s += port.busy_s
-            for name in self.crew.children:
-                self._count_cpu(name)
             self.kept.tell()
-
-    def count_instances(self) -> None:
-        """Seconds that instances were there, up to now. Call it before their number changes."""
-        if self.training:
-            now = time.monotonic()
-            self.record.instance_s += len(self.instances) * (now - self._counted_at)
-            self._counted_at = now
-
-    def instance_left(self, name: str) -> None:
-        """It is about to end for good."""
-        self.count_instances()
-        if (port := self.instances.pop(name, None)) is not None:
-            self.record.instance_busy_s += port.busy_s
-        if self.training and name in self.crew.children:
-            self._count_cpu(name)
-
-    def _count_cpu(self, name: str) -> None:
-        used = self.crew.children[name].cpu_s
-        if self.crew.incarnations[name] == 1:
-            used -= self._cpu_before.get(name, 0.0)
-        self.record.cpu_s[name] = self.record.cpu_s.get(name, 0.0) + used
-
-    def spent(self) -> dict[str, float]:
-        """What the record's counters of time would be if the run ended now."""
-        if not self._began:
-            return {}
-        self.count_instances()
-        record, busy_s = self.record, sum(port.busy_s for port in self.instances.values())
-        return {
-            "control_s": record.control_s + self._control_s,
-            "instance_s": record.instance_s,
-            "instance_busy_s": record.instance_busy_s + busy_s,
-            "tokens_lost": record.tokens_lost,
-        }
 
     async def _make_again(self) -> None:
         """Steps that the trainer lacks: it is fed what they were made of. Nothing else comes of them."""
         while (step := self.trainer.version) < self.server.ledger.version:
             if self.interrupted:
                 raise Interrupted(f"stopped by {self.stopped_by} while steps were made again: nothing is lost")
+            self._now(f"makes step {step} again")
             if (made := self.server.made.get(step)) is None:
                 raise RunError(f"the trainer is at version {step}, and the journal does not have this step: resume")
             self.trainer.news.clear()
@@ -452,10 +401,19 @@ class LocalRun:
             self.control.stop()
         self.evaluations.wait_no_more()
 
+    def _committing(self, step: int, groups: list[Group]) -> None:
+        if (report := self.kept.report_of(step)) is None:
+            return
+        facts = self.samples.committed(step, groups)
+        self.steps.add(report, groups, self.kept.reported_at, self.time.instance_busy_s, facts)
+        self.signals.add(facts.get("cut"), report.facts.get("groups_without_signal", 0) / max(1, len(groups)))
+        for warning in self.signals.warnings():
+            self.incidents.note(warning)
+        self.watching.disk()
+
     def _committed(self, step: int, groups: list[Group]) -> None:
         version = step + 1
-        if (report := self.kept.committed(step, self.seconds)) is not None:
-            self._log_step(report, groups)
+        self.kept.committed(step, self.time.seconds)
         let_go(groups)
         self.show(self)
         self._ask_if_due(version)
@@ -470,21 +428,13 @@ class LocalRun:
         self.kept.aborted(trajectory, reason)
         self.samples.forget(trajectory.name)
 
-    def _log_step(self, report: Trained, groups: list[Group]) -> None:
-        busy_s = self.record.instance_busy_s + sum(port.busy_s for port in self.instances.values())
-        facts = self.samples.committed(report.step, groups)
-        self.steps.add(report, groups, self.record.seconds, busy_s, facts)
-        self.signals.add(facts.get("cut"), report.facts.get("groups_without_signal", 0) / max(1, len(groups)))
-        for warning in self.signals.warnings():
-            self.incidents.note(warning)
-        self.watching.disk()
-
     # Evaluation and checkpoints
 
     async def _evaluate(self) -> None:
         """Of the version that is there now; whatever the evaluator was asked before is answered first."""
         version = self.server.ledger.version
         if not self.interrupted and not any(each[0] == version for each in self.record.accuracy):
+            self._now(f"evaluates version {version} on {len(self.task.held_out)} held-out problems")
             self.evaluations.ask(version)
             await self.crew.within(self.evaluations.settled(version), "evaluation")
 
@@ -495,7 +445,7 @@ class LocalRun:
 
     def _send_evaluate(self, now: bool) -> None:
         child = self.crew.children["evaluator"]
-        if child.ready.is_set():  # the one that takes its place is asked when it is
+        if child.ready.is_set():  # another one is asked when it is ready
             self.watchdog.asked("evaluator", "evaluate", "evaluation", self.loop.time())
             child.send(Evaluate(now))
 
@@ -519,7 +469,7 @@ class LocalRun:
 
 
 def _add(error: Exception, what: str) -> None:
-    """To its message, or below its traceback if it is a mistake of ours."""
+    """To its message, or below its traceback if it is a bug."""
     if isinstance(error, StaleFlowError):
         error.args = (f"{error}; {what}",)
     else:

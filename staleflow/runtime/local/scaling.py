@@ -1,4 +1,4 @@
-"""More or fewer rollout instances while a run goes on, as ``staleflow scale`` asks for.
+"""More or fewer rollout instances while a run is alive, as ``staleflow scale`` asks for.
 
     scaling = Scaling(run)
     for name in scaling.begin(found=[]): run.start_instance(name)
@@ -85,7 +85,7 @@ class Scaling:
             answer = await self._scale(request.values.get("rollout"))
         except (StaleFlowError, OSError) as error:
             answer: dict[str, Any] = {"error": str(error)}
-        except Exception as error:  # a mistake of ours
+        except Exception as error:  # a bug
             self._run.crew.fail(error)
             return
         with suppress(OSError):  # whoever asked hears that nothing came
@@ -126,7 +126,7 @@ class Scaling:
         started = unused(wanted - before, taken={*self.names, *run.crew.children})
         self.names = [*(name for name in self.names if name not in stopped), *started]
         if started or stopped:
-            step, seconds = run.server.ledger.version, run.seconds
+            step, seconds = run.server.ledger.version, run.time.seconds
             run.record.scaled.append({"step": step, "seconds": seconds, "from": before, "to": wanted})
             run.server.note("scale", before, wanted)
             run.crew.place(run.places(self.names))
@@ -156,7 +156,7 @@ class Scaling:
     def _retire(self, name: str) -> None:
         if name in self.names:
             return  # another has its name by now
-        self._run.instance_left(name)
+        self._run.time.instance_left(name)
         self._run.crew.optional.discard(name)
         self._run.crew.retire(name)
 

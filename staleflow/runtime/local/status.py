@@ -13,7 +13,7 @@ RECENT = 60
 
 
 def status_of(run: LocalRun) -> Status:
-    record, ledger, seconds = run.record, run.server.ledger, run.seconds
+    record, ledger, seconds = run.record, run.server.ledger, run.time.seconds
     counts = ledger.counts()
     ages = record.token_staleness
     trained = max(1, sum(ages.values()))
@@ -32,9 +32,10 @@ def status_of(run: LocalRun) -> Status:
         tokens_trained=record.tokens_trained,
         tokens_wasted=record.tokens_wasted,
         trained_tokens_per_s=record.tokens_trained / seconds if seconds else 0.0,
-        trainer_idle=record.trainer_idle_s / seconds if seconds else 0.0,
-        trainer_doing=f"updating to version {ledger.frontier}" if ledger.frontier > ledger.version else "accumulating",
-        control_overhead=run.control_share,
+        trainer_idle=record.trainer_idle_s / seconds if seconds and record.rewards else None,
+        trainer_doing=_trainer(run),
+        doing="" if run.training else _doing(run),
+        control_overhead=run.time.control_share if record.rewards else None,
         groups_ready=counts["complete"],
         groups_in_flight=counts["live"] - counts["complete"] - counts["leased"],
         instances=tuple(_instance(run, name) for name in run.instances),
@@ -47,13 +48,27 @@ def status_of(run: LocalRun) -> Status:
     )
 
 
+def _trainer(run: LocalRun) -> str:
+    ledger = run.server.ledger
+    if not run.training:
+        return ""
+    return f"updating to version {ledger.frontier}" if ledger.frontier > ledger.version else "accumulating"
+
+
+def _doing(run: LocalRun) -> str:
+    if run.started:
+        return run.doing
+    waits = [name for name, child in run.crew.children.items() if not child.ready.is_set()]
+    return f"starts its processes: waits for {', '.join(waits)}" if waits else ""
+
+
 def _instance(run: LocalRun, name: str) -> InstanceStatus:
     port = run.instances[name]
     state = port.state
     member = run.control.members.get(name)
     return InstanceStatus(
         name=name,
-        version=state.version,
+        version=state.version if state.version >= 0 else None,
         running=state.running,
         waiting=state.waiting,
         kv_used=state.kv_used,
@@ -61,5 +76,5 @@ def _instance(run: LocalRun, name: str) -> InstanceStatus:
         alive=member is not None and member.alive,
         pulling=member is not None and member.pulling is not None,
         leaving=member is not None and member.leaving,
-        tokens_per_s=port.tokens / run.seconds if run.seconds else 0.0,
+        tokens_per_s=port.tokens / run.time.seconds if run.time.seconds else 0.0,
     )

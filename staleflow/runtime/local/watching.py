@@ -2,7 +2,7 @@
 
 watching = Watching(run)
 crew = Crew(..., on_death=watching.death)
-await watching.forever()
+await watching.keep_watching()
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING
 
 from staleflow.runtime.control import StalledError
 from staleflow.runtime.local.process import Child
-from staleflow.runtime.local.stillness import QUIET_S, STALL_S, Stillness
 
 if TYPE_CHECKING:
     from staleflow.runtime.local.run import LocalRun
 
 VIEW_S = 0.25
+QUIET_S = 15.0
+"""Without a token, a reward or a version for this long, the run says what it waits for."""
+STALL_S = 1800.0
+"""And for this long, it ends. Every process may work and the run stand still all the same: that is a bug,
+and not one to wait for in silence."""
 
 
 class Watching:
@@ -26,7 +30,9 @@ class Watching:
         self.shown_s = 0.0
         """CPU seconds for what people look at."""
         self._run = run
-        self._stillness = Stillness()
+        self._sign: tuple[float, ...] = ()
+        """How far the run was when it last moved."""
+        self._moved_at = 0.0
         self._paused = False
 
     def death(self, child: Child, how: str, pause_s: float | None) -> None:
@@ -45,7 +51,7 @@ class Watching:
         elif role == "evaluator" and pause_s is None:
             run.evaluations.end(f"the evaluator {how}{words} (see {child.log})")
 
-    async def forever(self) -> None:
+    async def keep_watching(self) -> None:
         run = self._run
         while True:
             await asyncio.sleep(run.watchdog.interval_s)
@@ -57,9 +63,9 @@ class Watching:
             if run.started:
                 run.scaling.look()
             self.disk()
-            self._moves(run.loop.time())
+            self.moves(run.loop.time())
 
-    async def show_forever(self) -> None:
+    async def keep_showing(self) -> None:
         while True:
             began = time.process_time()
             self._run.show(self._run)
@@ -67,7 +73,7 @@ class Watching:
             await asyncio.sleep(VIEW_S)
 
     def disk(self) -> None:
-        """The journal holds back whatever rests on what it cannot write, so a run on a full disk pauses by itself."""
+        """The journal holds back whatever rests on what it cannot write, so a run on a full disk pauses."""
         trouble = self._run.journal.trouble or self._run.steps.trouble
         if trouble and not self._paused:
             self._run.failed("disk", "not written", f"paused: {trouble}")
@@ -75,13 +81,16 @@ class Watching:
             self._run.incidents.note("there is room on the disk again: the run continues")
         self._paused = bool(trouble)
 
-    def _moves(self, now: float) -> None:
+    def moves(self, now: float) -> None:
+        """Whether the run does, as a whole."""
         run = self._run
         tokens = sum(port.tokens for port in run.instances.values())
         starts = sum(run.crew.incarnations.values())
         sign = (run.server.ledger.version, tokens, run.hearing.scored, starts, run.record.tokens_wasted)
         others = self._paused or run.pool.pending or run.watchdog.busy("trainer")  # who have limits of their own
-        quiet_s = self._stillness.look(sign, now, excused=bool(others) or not run.training)
+        if sign != self._sign or others or not run.training:
+            self._sign, self._moved_at = sign, now
+        quiet_s = now - self._moved_at
         if quiet_s >= QUIET_S:
             why = f"nothing has moved for {quiet_s:.0f} s; waits for {run.control.watch.waits_for()}"
             run.incidents.rarely("quiet", why, now)

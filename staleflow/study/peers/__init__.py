@@ -58,8 +58,21 @@ def chunked(chunk: int) -> Policy:
     return replace(STALEFLOW, name=f"staleflow, chunks of {chunk}", ledger=partial(ChunkedLedger, chunk=chunk))
 
 
+SYSTEMS = {
+    "verl": "synchronous, or window_wait when it is asynchronous",
+    "trl": "discard",
+    "prime-rl": "discard",
+    "areal": "quota_interrupt",
+    "skyrl": "quota",
+    "psrl": "psrl_default",
+}
+"""Names of systems, and the policies that stand for them (docs/simulator.md)."""
+
+
 def named(name: str) -> Policy:
     known = POLICIES | VARIANTS
+    if (policy := SYSTEMS.get(name.lower().replace("_", "-"))) is not None:
+        raise ConfigError(f"policy {name!r} is a system: what it does by default is like {policy}; give that")
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         instead = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}, or all, or every"

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staleflow.runtime.local.link import AWAY_S, LastingLink, SocketLink, pack, unpacker
+from staleflow.frames import Frames, framed
+from staleflow.runtime.local.link import AWAY_S, LastingLink, SocketLink
 from staleflow.types import Finish, FromProcess, Hello, Kept, Pushed, Reset, Setup, Stop, ToProcess
 from staleflow.workers.link import Gone
 
@@ -19,7 +20,7 @@ def test_messages_behind_the_one_that_was_taken_are_not_lost() -> None:
     ours, theirs = socket.socketpair()
     with ours:
         link = SocketLink(theirs, ToProcess)
-        ours.sendall(pack(Reset()) + pack(Finish(3)) + pack(Stop()))
+        ours.sendall(framed(Reset()) + framed(Finish(3)) + framed(Stop()))
         assert next(iter(link.receive(10.0))) == Reset()
         assert list(link.receive(10.0)) == [Finish(3), Stop()]
         assert list(link.receive(0.0)) == []
@@ -43,7 +44,7 @@ class Listener:
         self.server: socket.socket | None = None
         self.end: socket.socket | None = None
         self.heard: list[Any] = []
-        self.frames = unpacker(FromProcess)
+        self.frames = Frames(FromProcess)
 
     def come(self) -> None:
         self.server = socket.socket(socket.AF_UNIX)
@@ -66,7 +67,7 @@ class Listener:
             except BlockingIOError:
                 return []
             self.end.setblocking(False)
-            self.frames = unpacker(FromProcess)
+            self.frames = Frames(FromProcess)
         try:
             return self.frames.feed(self.end.recv(1 << 20)) if self.end is not None else []
         except BlockingIOError:
@@ -74,7 +75,7 @@ class Listener:
 
     def say(self, message: Any) -> None:
         assert self.end is not None
-        self.end.sendall(pack(message))
+        self.end.sendall(framed(message))
 
 
 @pytest.fixture

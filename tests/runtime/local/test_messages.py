@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.runtime.local.link import pack, unpacker
+from staleflow.frames import Frames, framed
 from staleflow.types import (
     Cell,
     Chunk,
@@ -68,9 +68,9 @@ def test_news_survive_any_cut_of_the_stream(messages: list, data: st.DataObject)
 
 
 def _cut_anywhere(messages: list, kinds: object, data: st.DataObject) -> None:
-    stream = b"".join(pack(message) for message in messages)
+    stream = b"".join(framed(message) for message in messages)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    frames = unpacker(kinds)
+    frames = Frames(kinds)
     got = []
     for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         got += frames.feed(stream[begin:end])
@@ -79,4 +79,4 @@ def _cut_anywhere(messages: list, kinds: object, data: st.DataObject) -> None:
 
 def test_a_damaged_stream_is_refused_before_memory_is_taken_for_it() -> None:
     with pytest.raises(ValueError, match="damaged"):
-        unpacker(ToProcess).feed(b"\xff\xff\xff\xff")
+        Frames(ToProcess).feed(b"\xff\xff\xff\xff")

@@ -35,7 +35,7 @@ def test_tokens_that_die_with_an_instance_are_those_made_since_they_were_last_se
         return Report("i0", 1, Fence(1, 1, 1), state, progress=news, costs=costs)
 
     async def main() -> None:
-        child: Any = SimpleNamespace(name="i0")
+        child: Any = SimpleNamespace(name="i0", send=None)
         port = RemoteInstance(child, 1)
         port.hear(report(4, 100, 60, 40))
         assert port.unseen() < 10, "only what it makes in the moment since"

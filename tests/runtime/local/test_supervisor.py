@@ -33,7 +33,14 @@ sys.exit(supervised(train, Restarts(most=2)))
 def begun(tmp_path: Path, train: str) -> subprocess.Popen[str]:
     program = BEGIN + train + END
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=pipe, stderr=pipe, text=True)
+    words = [sys.executable, "-c", program, str(tmp_path)]
+    return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, preexec_fn=_hears_everything)
+
+
+def _hears_everything() -> None:
+    """Also where the tests themselves run in the background, or under nohup."""
+    for each in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(each, signal.SIG_DFL)
 
 
 def ended(tmp_path: Path, train: str) -> tuple[int, str, str]:

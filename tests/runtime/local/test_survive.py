@@ -76,7 +76,7 @@ def test_hung_processes_are_named_and_replaced_a_full_disk_is_waited_for_and_no_
 
 
 @pytest.mark.slow
-def test_a_trainer_that_dies_too_often_leaves_a_checkpoint_and_so_does_sighup_in_an_evaluation(
+def test_a_trainer_that_dies_too_often_leaves_a_checkpoint_and_so_does_sigterm_in_an_evaluation(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message named --resume, and there was nothing to resume from."""
@@ -101,7 +101,7 @@ def test_a_trainer_that_dies_too_often_leaves_a_checkpoint_and_so_does_sighup_in
 
     def hangs_up(evaluations: Evaluations, version: int, now: bool = True) -> None:
         ask(evaluations, version, now)
-        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Evaluations, "ask", hangs_up)
     summary, _ = run_once(config, model, directory)

@@ -1,0 +1,201 @@
+"""TRL's ``GRPOTrainer`` with transformers generation on the workloads of ``system.py``: what they are compared with.
+
+    python bench/gpu/trl_grpo.py --output system.json --workload smollm          # needs trl, in any way Python finds it
+    python bench/gpu/trl_grpo.py --output system.json --workload skewed --steps 2
+    python bench/gpu/trl_grpo.py --smoke                                         # a tiny model on the CPU
+
+Equal are model, prompts, 32 prompts with 8 responses, lengths (imposed in the skewed workload, as there), GRPO without
+a reference model, AdamW with float32 weights, and bfloat16 for products. Of TRL: generation waits for the longest
+response of the batch with all rows, and training waits for generation. The first step is not counted. ``datasets``, if
+it is not installed, is replaced by a list: only prompts are in it.
+"""
+
+import argparse
+import importlib
+import importlib.machinery
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+import types
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessor,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
+
+from bench.gpu import skewed
+from bench.gpu.lab import Results
+from staleflow.tasks.arithmetic import problems
+from staleflow.tasks.smollm import smollm
+
+GROUPS, SIZE = 32, 8
+
+
+class Rows(list[dict[str, Any]]):
+    """What stands for a ``datasets.Dataset``."""
+
+    column_names = ("prompt",)
+    cache_files = ()
+
+
+class Missing(types.ModuleType):
+    """A package that is not installed, of which only names are needed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        self.__path__ = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Rows if name == "Dataset" else type(name, (), {})
+
+
+def without_datasets() -> None:
+    """Let TRL import ``datasets`` and what that brings along, where they are not installed."""
+    for package, parts in (("datasets", ("fingerprint",)), ("pandas", ()), ("pyarrow", ("compute", "types"))):
+        if importlib.util.find_spec(package) is None:
+            sys.modules |= {name: Missing(name) for name in (package, *(f"{package}.{part}" for part in parts))}
+
+
+class Lengths(LogitsProcessor):
+    """Each row ends where its trajectory of the skewed workload does, and nowhere else."""
+
+    def __init__(self, limits: list[int], end: int, device: str) -> None:
+        self._limits, self._end, self._made = torch.tensor(limits, device=device), end, 0
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:  # noqa: ARG002
+        self._made += 1
+        over = self._limits[: len(scores)] <= self._made
+        column = scores[:, self._end].masked_fill(~over, -torch.inf)
+        scores = scores.masked_fill(over[:, None], -torch.inf)
+        scores[:, self._end] = torch.where(over, 0.0, column)
+        return scores
+
+
+class Clock(TrainerCallback):
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+
+    def on_step_end(self, *_unused: Any, **_named: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.steps.append(time.perf_counter())
+
+
+def words_of(number: int) -> str:
+    """A prompt of the skewed workload, as text of as many tokens."""
+    return " ".join(f"w{(number + 7919 * at) % 500}" for at in range(128))
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """One token for each word; the second id ends a response."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({"[UNK]": 0, "[END]": 1} | {f"w{n}": n + 2 for n in range(500)}, "[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[attr-defined]
+    made.save(str(folder / "words.json"))
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "words.json"), eos_token="[END]", pad_token="[END]", padding_side="left"
+    )
+
+
+def measured(workload: str, shape: str, runs: Path, steps: int, longest: int, smoke: bool) -> dict[str, Any]:
+    without_datasets()
+    trl: Any = importlib.import_module("trl")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    count = (2 if smoke else GROUPS) * steps
+    if workload == "smollm":
+        folder = smollm(runs / "cache")
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        asked = problems(digits=1, operations="+-*")
+        rows = Rows({"prompt": [{"role": "user", "content": asked[at % len(asked)]["prompt"]}]} for at in range(count))
+    else:
+        folder = skewed.model(shape, runs / shape)
+        tokenizer = tokenizer_of(folder)
+        rows = Rows({"prompt": words_of(at)} for at in range(count))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.to(device)
+    tokens, calls, plain, generating = [0], [0], model.generate, [0.0]
+
+    def generate(*given: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        if workload == "skewed":
+            batch = 16 if smoke else GROUPS * SIZE
+            first, calls[0] = calls[0] * batch // SIZE, calls[0] + 1
+            mean, most = (8, longest) if smoke else (256, longest)
+            limits = [skewed.length(f"p{first + at // SIZE}/{at % SIZE}", mean, most) for at in range(batch)]
+            named["logits_processor"] = [Lengths(limits, tokenizer.eos_token_id, device)]
+        found = plain(*given, **named)
+        generating[0] += time.perf_counter() - began
+        return found
+
+    def reward(completion_ids: list[list[int]], **_unused: Any) -> list[float]:
+        tokens.append(sum(map(len, completion_ids)))
+        return [float(sum(each) % 2) for each in completion_ids]
+
+    model.generate = generate
+    clock = Clock()
+    batch = (2 if smoke else GROUPS) * SIZE
+    micro = 16 if smoke else 64 if workload == "smollm" else 4
+    with tempfile.TemporaryDirectory() as scratch:
+        options = trl.GRPOConfig(
+            output_dir=scratch, max_steps=steps, per_device_train_batch_size=micro,
+            gradient_accumulation_steps=batch // micro, num_generations=SIZE, max_completion_length=longest,
+            temperature=1.0, beta=0.0, loss_type="dapo", learning_rate=1e-9, bf16=device == "cuda",
+            use_cpu=device == "cpu", gradient_checkpointing=False, shuffle_dataset=False, save_strategy="no",
+            logging_strategy="no", report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = trl.GRPOTrainer(
+            model, reward, options, train_dataset=rows, processing_class=tokenizer, callbacks=[clock]
+        )
+        began = time.perf_counter()
+        trainer.train()
+    marks = [began, *clock.steps]
+    counted, seconds = sum(tokens[2:]), marks[-1] - marks[1]
+    if steps == 1:  # there is no other to count
+        counted, seconds = sum(tokens), marks[-1] - marks[0]
+    return {
+        "trl": trl.__version__,
+        "steps": steps,
+        "step_s": [round(b - a, 3) for a, b in pairwise(marks)],
+        "tokens": tokens[1:],
+        "tokens_per_s": counted / seconds,
+        "generation_share": generating[0] / (marks[-1] - marks[0]),
+    }
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, help="file of results, read to resume")
+    parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir()) / "staleflow-system")
+    parser.add_argument("--workload", choices=("skewed", "smollm"), default="smollm")
+    parser.add_argument("--shape", default="qwen-0.5b")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
+    given = parser.parse_args(arguments)
+    results = Results(given.output)
+    results.head()
+    shape, steps = ("tiny", 2) if given.smoke else (given.shape, given.steps)
+    workload = "skewed" if given.smoke else given.workload
+    longest = 16 if given.smoke else 256 if workload == "smollm" else 4096
+    kind = f"skewed {shape}" if workload == "skewed" else workload
+    results.measure(f"{kind}, TRL", lambda: measured(workload, shape, given.runs, steps, longest, given.smoke))
+    print(json.dumps(results.found.get(f"{kind}, TRL")))
+    return results.found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The experiments on a GPU run, on a CPU with a tiny model, and what was measured is not measured again."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bench.gpu import lab, learning, simulated, skewed, system, tail  # noqa: E402
+
+
+def test_few_sequences_and_resume(tmp_path: Path) -> None:
+    path = tmp_path / "tail.json"
+    found = tail.main(["--smoke", "--output", str(path)])
+    assert found["skewed few"]["steps"] >= found["skewed few"]["steps_with_at_most_32"] > 0
+    assert {"tiny 1 x 32 plain", "tiny 2 x 32 few", "tiny 4 x 32 few"} <= set(found)
+    changed = json.loads(path.read_text()) | {"skewed few": {"seconds": -1.0}}
+    path.write_text(json.dumps(changed))
+    assert tail.main(["--smoke", "--output", str(path)])["skewed few"] == {"seconds": -1.0}
+
+
+@pytest.mark.processes
+def test_a_whole_run_with_imposed_lengths(tmp_path: Path) -> None:
+    found = system.main(["--smoke", "--runs", str(tmp_path), "--output", str(tmp_path / "system.json")])
+    assert found["smoke, 1 x rollout, bound 2, stream"]["tokens_per_s"] > 0
+    (run,) = tmp_path.glob("smoke-1/*")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = [f"p{prompt}/{member}" for row in rows for prompt in row["prompts"] for member in range(2)]
+    assert [n for row in rows for n in row["lengths"]] == [skewed.length(name, 8, 32) for name in names]
+
+    for name in ("0-batch", "2-stream"):
+        shutil.copytree(run, tmp_path / "runs" / name)
+    cells = {f"tiny {n} x {context} few": {"ms": 1 + n * context / 1e3} for n in (1, 4) for context in (8, 32)}
+    (tmp_path / "tail.json").write_text(json.dumps(cells))
+    given = ["--runs", str(tmp_path / "runs"), "--tail", str(tmp_path / "tail.json"), "--shape", "tiny"]
+    rows = simulated.main([*given, "--lengths", "8", "32", "8"])
+    assert set(rows) == {"0-batch", "2-stream"}
+    turns, apart = (rows["2-stream"][way]["tokens_per_s"]["predicted"] for way in ("in turn", "as if alone"))
+    assert 0 < turns < apart, "who shares a card is slower"
+
+
+def test_accuracy_by_bound_and_the_picture_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def train(runs: Path, name: str, *_unused: Any) -> Path:
+        made.append(name)
+        folder = runs / name
+        folder.mkdir(parents=True)
+        facts = {"wall_s": 2.0, "violations": 0, "max_staleness": 0, "mean_staleness": 0.0}
+        lists = {"staleness_histogram": {"0": 9}, "rewards": [0.5]}
+        accuracy = [{"step": step, "seconds": step / 2, "accuracy": step / 4} for step in (0, 2, 4)]
+        (folder / "summary.json").write_text(json.dumps({**facts, **lists, "accuracy": accuracy}))
+        return folder
+
+    monkeypatch.setattr(learning, "train", train)
+    files = ["--runs", str(tmp_path), "--output", str(tmp_path / "out.json"), "--picture", str(tmp_path / "out.svg")]
+    found = learning.main(["--jobs", "2", "--most", "3", *files])
+    assert [row["bound"] for name, row in found.items() if name != "run"] == [0, 2, 1]
+    assert (tmp_path / "out.svg").read_text().count("<polyline") == 3
+    learning.main(["--most", "4", *files])
+    assert len(made) == 4, "what is in the file is not run again"
+
+
+def test_nothing_is_begun_after_the_time_limit() -> None:
+    assert lab.Results(None, limit_s=-1).measure("late", lambda: 1) is None

@@ -1,0 +1,42 @@
+"""A run that stands still is noticed; one that moves, or waits for somebody with a limit of their own, is not."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from staleflow.runtime.local.watching import QUIET_S, STALL_S, Watching
+
+
+def test_time_counts_from_the_last_move_and_not_while_somebody_is_waited_for() -> None:
+    said: list[str] = []
+    failures: list[Exception] = []
+    port = SimpleNamespace(tokens=5)
+    pool = SimpleNamespace(pending=0)
+    watch = SimpleNamespace(waits_for=lambda: "p0", stalled=lambda: "p0")
+    run: Any = SimpleNamespace(
+        training=True,
+        instances={"i0": port},
+        crew=SimpleNamespace(incarnations={"i0": 1}, fail=failures.append),
+        server=SimpleNamespace(ledger=SimpleNamespace(version=1)),
+        hearing=SimpleNamespace(scored=0),
+        record=SimpleNamespace(tokens_wasted=0),
+        pool=pool,
+        watchdog=SimpleNamespace(busy=lambda _: False),
+        control=SimpleNamespace(watch=watch),
+        incidents=SimpleNamespace(rarely=lambda _kind, line, _now: said.append(line)),
+    )
+    watching = Watching(run)
+    watching.moves(10.0)
+    watching.moves(10.0 + QUIET_S - 1)
+    assert not said
+    watching.moves(10.0 + QUIET_S)
+    assert said == ["nothing has moved for 15 s; waits for p0"]
+    port.tokens += 1
+    watching.moves(40.0)
+    pool.pending = 1
+    watching.moves(40.0 + STALL_S)
+    pool.pending = 0
+    watching.moves(41.0 + STALL_S)
+    assert len(said) == 1
+    assert not failures
+    watching.moves(40.0 + 2 * STALL_S)
+    assert len(failures) == 1
