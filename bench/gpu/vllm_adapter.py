@@ -24,8 +24,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from staleflow.rollout.engine import Request, Sampling
 from staleflow.rollout.options import EngineOptions
 from staleflow.rollout.shapes import SHAPES, write
-from staleflow.rollout.vllm import RequestOutputKind, SamplingParams, TokensPrompt, VllmEngine, start
+from staleflow.rollout.vllm import VllmEngine, start  # before vLLM itself, whose settings it sets
 from staleflow.servers.weights import LocalParameterServer
+
+from vllm.inputs import TokensPrompt  # isort: skip
+from vllm.sampling_params import RequestOutputKind, SamplingParams  # isort: skip
 
 PROMPT, MOST = 64, 128
 clock = time.perf_counter

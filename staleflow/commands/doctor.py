@@ -112,6 +112,7 @@ def _version(name: str) -> str | None:
 def _engine(name: str) -> dict[str, Any]:
     """Whether it can be loaded."""
     try:
+        ENGINES.check(name, {})
         ENGINES.load(name)
     except Exception as error:  # whatever an installation of somebody else's package may raise
         return {"works": False, "why": " ".join(str(error).split())}

@@ -131,7 +131,7 @@ class PullEngine(WeightTransferEngine[Init, Update]):
     def _forget_experts(self) -> None:
         """On a CPU, experts are packed when their kernel is made, and new weights would be taken for packed ones."""
         for module in self.model.modules():
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
 
