@@ -1,5 +1,6 @@
 """Versions through the local parameter server: what is pulled is what was pushed, whatever happens in between."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,28 @@ def test_a_reader_that_is_overtaken_for_ever_gets_an_error_and_not_a_mix(registr
     newest = writer.newest()
     version, into = pulled(reader, filled(0))
     assert (version, equal(into, filled(newest))) == (newest, True)
+    writer.close()
+
+
+@pytest.mark.parametrize(("pushes", "seen"), [(0, [0]), (1, [0]), (2, [0, 2]), (3, [0, 3])])
+def test_what_is_lent_is_read_again_if_its_slot_was_taken(registry: Path, pushes: int, seen: list[int]) -> None:
+    writer = Server.create("w", registry=registry, max_slots=2)
+    writer.push(0, filled(0))
+    reader = Server.attach("w", registry=registry)
+    read: dict[int, set[float]] = {}
+
+    def use(version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        values = [tensor.clone() for _, tensor in tensors]
+        for later in range(1, pushes + 1) if version == 0 else ():
+            writer.push(later, filled(later))
+        read[version] = {value for each in values for value in each.tolist()}
+
+    assert reader.lend(use) == seen[-1]
+    assert list(read) == seen
+    assert read[seen[-1]] == {float(seen[-1])}
+    with pytest.raises(WeightsError, match="version 9 is not published"):
+        reader.lend(use, 9)
+    reader.close()
     writer.close()
 
 
