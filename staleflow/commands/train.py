@@ -91,12 +91,13 @@ def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) 
             if options.json:
                 print(json.dumps(json.loads(directory.summary.read_text())))
             return 0
-    if directory is None or not any(processes(directory.path)):  # otherwise it fits: its processes are there
+    if before is None:
         machine = this_machine()
-        config, note = settled(config, machine)
+        there = directory is not None and any(processes(directory.path))  # those to adopt need no further room
+        config, note = (config, "") if there else settled(config, machine)
         if options.dry_run:
             dry_run(config, machine, options.json)
-        check(config, machine)
+        check(config, machine, room=not there)
         if note:
             print(f"staleflow: {note}", file=sys.stderr)
     if options.dry_run:

@@ -31,15 +31,17 @@ from staleflow.tasks.sources import columns, wrong_messages
 from staleflow.training.options import LOSSES, Training
 
 
-def check(config: Config, machine: Machine | None = None) -> None:
-    """Refuse a run that cannot work, with one line that says what to change."""
+def check(config: Config, machine: Machine | None = None, room: bool = True) -> None:
+    """Refuse a run that cannot work, with one line that says what to change; ``room``: also for want of memory."""
     try:
-        _check(config, machine)
+        _check(config)
+        if room and (problem := estimate(config, machine).problem) is not None:
+            raise ConfigError(problem)
     except ConfigError as error:
         raise ConfigError(one_line(error)) from None
 
 
-def _check(config: Config, machine: Machine | None) -> None:
+def _check(config: Config) -> None:
     if sys.platform != "linux":
         raise ConfigError(f"a run needs Linux, and this is {sys.platform}: use a Linux machine, a container or WSL")
     refuse_values(config)
@@ -58,8 +60,6 @@ def _check(config: Config, machine: Machine | None) -> None:
     _writable(config.runs, "runs")
     if config.model in (ADDER, SMOLLM):
         _writable(config.cache, "cache")
-    if (problem := estimate(config, machine).problem) is not None:
-        raise ConfigError(problem)
 
 
 def _model(config: Config, sizes: Sizes) -> None:

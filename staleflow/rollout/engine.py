@@ -92,14 +92,18 @@ class WeightSource(Protocol):
         ...
 
 
-@runtime_checkable
-class LendingSource(WeightSource, Protocol):
-    """One whose tensors can also be read where they are, by an engine that has no tensors of these names."""
+class Lender(Protocol):
+    """Has tensors that are read where they are, by an engine that has no tensors of these names."""
 
     def lend(self, use: Callable[[int, Iterator[tuple[str, Any]]], None], at_least: int) -> int:
         """Call ``use`` with the newest version and its tensors, again if they changed meanwhile; returns the version
         that was read whole."""
         ...
+
+
+@runtime_checkable
+class LendingSource(WeightSource, Lender, Protocol):
+    """The parameter server, to an engine of either kind."""
 
 
 LoadWeights = Callable[[Mapping[str, Any]], int]

@@ -20,7 +20,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 for _name, _value in {
@@ -53,6 +53,7 @@ from staleflow.model_json import read_json  # noqa: E402
 from staleflow.rollout.device import DTYPES  # noqa: E402
 from staleflow.rollout.engine import (  # noqa: E402
     EngineError,
+    Lender,
     LendingSource,
     LoadWeights,
     Part,
@@ -88,7 +89,7 @@ class Init(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    source: LendingSource
+    source: Lender
     version: int
 
 
@@ -145,7 +146,7 @@ class PullEngine(WeightTransferEngine[Init, Update]):
         raise NotImplementedError("the trainer pushes to the parameter server")
 
 
-def _pull(worker: Any, source: LendingSource, version: int) -> int:
+def _pull(worker: Any, source: Lender, version: int) -> int:
     """In a worker. Returns the version that it holds then."""
     worker.start_weight_update()
     worker.update_weights({"source": source, "version": version})
@@ -159,9 +160,6 @@ class Copies:
 
     version: int
     tensors: Mapping[str, torch.Tensor]
-
-    def pull(self, into: Mapping[str, torch.Tensor], at_least: int) -> int:
-        raise NotImplementedError("they are lent")
 
     def lend(self, use: Any, at_least: int) -> int:  # noqa: ARG002
         use(self.version, iter(self.tensors.items()))
@@ -278,9 +276,8 @@ class VllmEngine:
 
     def pull(self, source: WeightSource | LoadWeights, version: int) -> int:
         """Load new weights into vLLM. On an error of the source, they are of no certain version."""
-        lender = source
-        if self._copies is not None or not isinstance(source, LendingSource):
-            lender = self._copied(source, version)
+        lends = self._copies is None and isinstance(source, LendingSource)
+        lender = cast(Lender, source) if lends else self._copied(source, version)
         held: set[int] = set()
         for _ in range(ATTEMPTS):
             held = set(self._llm.collective_rpc(_pull, args=(lender, max(version, *held, -1))))

@@ -281,3 +281,13 @@ def test_a_reward_of_a_program_that_is_not_there(tmp_path: Path, model: Path, da
 def test_other_systems_than_linux_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert refused([]) == "a run needs Linux, and this is darwin: use a Linux machine, a container or WSL"
+
+
+def test_what_is_there_already_needs_no_room_but_is_checked_otherwise() -> None:
+    """A resume beside living processes was refused for memory that they have; then nothing of it was checked."""
+    config, full = load(None, []), Machine(2, 1 << 20)
+    with pytest.raises(ConfigError, match="MiB free"):
+        check(config, full)
+    check(config, full, room=False)
+    with pytest.raises(ConfigError, match="cannot hold a prompt"):
+        check(load(None, ["rollout.max_tokens=100000"]), full, room=False)
