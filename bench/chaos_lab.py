@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = "import sys; from staleflow.cli import main; sys.exit(main())"
-STEP = re.compile(r"step (\d+)/")
+STEP = re.compile(r"step +(\d+)/")
 SHARED = Path("/dev/shm")
 PARENT_DEATH_SIGNAL = 1
 NEW_USER, NEW_MOUNTS, PRIVATE, DETACH = 0x10000000, 0x00020000, 1 << 18 | 1 << 14, 2
@@ -76,7 +76,7 @@ class Victim:
             text=True,
             env=environment,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         self._began = len(self.said)
         self._reader = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
@@ -193,8 +193,8 @@ class Victim:
         return found
 
 
-def _die_with_parent() -> None:
-    """A bench that is killed leaves no run behind. Nor does it matter how the bench itself was started."""
+def die_with_parent() -> None:
+    """A bench that is killed leaves nothing behind. Nor does it matter how the bench itself was started."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
 

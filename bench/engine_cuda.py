@@ -166,7 +166,8 @@ def fill_again(engine: TorchEngine) -> None:
 
 
 def cost_fit(shape: str, running: int, context: int) -> dict[str, Any]:
-    found = measure(engine_of(shape, running, context), Grid.up_to(running, context))
+    engine = engine_of(shape, running, context)
+    found = measure(engine, engine.options, Grid.up_to(running, context))
     return {"shape": shape, **found.as_values()}
 
 

@@ -17,7 +17,10 @@ from staleflow.config.text import one_line
 from staleflow.errors import RunError, StaleFlowError
 from staleflow.runtime.local.supervisor import INTERRUPTED
 
-COMMANDS = ("train", "runs", "samples", "scale", "simulate", "compare", "plan", "profile", "doctor", "clean")
+COMMANDS = (
+    "train", "runs", "dash", "why", "report", "samples", "trace", "scale",
+    "simulate", "compare", "plan", "profile", "evaluate", "doctor", "clean",
+)  # fmt: skip
 """Each is a module of ``staleflow.commands``, with ``add_parser``."""
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from staleflow.errors import ConfigError, line_of
 
@@ -72,7 +72,7 @@ class Registry(Generic[AnEntry]):
         self.takes = tuple(takes)
         self.own = own
         self.foreign = dict(foreign or {})
-        self._kind = type(next(iter(self.entries.values())))
+        self._kind = type(next(iter(self.entries.values()), cast(AnEntry, Entry(""))))
         self._loaded: dict[str, Callable[..., Any]] = {}
         Registry.all.append(self)
 
@@ -102,7 +102,7 @@ class Registry(Generic[AnEntry]):
             f"{key}..." if key.endswith((":", "/")) else key for key, entry in self.entries.items() if entry.listed
         ]
         shown = [f"a {key} file" if key.startswith(".") else key for key in shown]
-        return f"{', '.join(shown)}, or {self.own}"
+        return f"{', '.join(shown)}, or {self.own}" if shown else self.own
 
     def takes_arguments(self, name: str) -> bool:
         """Whether this function takes the setting of arguments."""

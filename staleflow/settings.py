@@ -15,7 +15,7 @@ Every error is one line that begins with the field's name. Nothing heavy is impo
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import chain
@@ -132,15 +132,25 @@ def out_of_range(section: Any) -> Iterator[str]:
 
 
 def registries(section: Any) -> Iterator[tuple[Registry[Any], str, dict[str, Any]]]:
-    """For each field that names an entry of a registry: the registry, the name, and the arguments beside it. Of
-    several, each has arguments of its own (``names``, ``arguments_of``)."""
+    """For each field that names an entry of a registry: the registry, the name, and the arguments beside it."""
     for field, registry in _registries(type(section)):
-        named = getattr(section, field)
-        if isinstance(named, str):
-            yield registry, named, getattr(section, registry.arguments)
-        else:
-            for name, each in zip(section.names, named, strict=True):
-                yield registry, each, section.arguments_of(name)
+        named, arguments = getattr(section, field), getattr(section, registry.arguments, {})  # not all have any
+        for each in [named] if isinstance(named, str) else named or ():
+            alone = isinstance(named, str) or len(named) == 1
+            yield registry, each, arguments if alone else arguments.get(short_name(each), {})
+
+
+def short_name(name: str) -> str:
+    """Of one among several that a setting names: what its arguments are given by."""
+    return name if "//" in name else name.rpartition(":")[2]
+
+
+def several(setting: str, names: Sequence[str], arguments: Mapping[str, Any], of: str) -> Iterator[str]:
+    """What is wrong with naming these at once; ``of``: the setting of their arguments."""
+    if len(set(names)) < len(names):
+        yield f"{setting} has two of the same name ({', '.join(names)}): name different ones"
+    if len(names) > 1 and (strangers := [name for name in arguments if name not in names]):
+        yield f"{of} has {strangers[0]}: with several, give them by name: {', '.join(names)}"
 
 
 def _unused_arguments(section: Any) -> Iterator[str]:

@@ -3,6 +3,10 @@
 A *group* is one prompt with all its trajectories. *Version* ``t`` is the model after ``t`` updates; *step* ``t``
 trains on version ``t`` and makes ``t + 1``. A group's *deadline* is the last step that may still train on it.
 
+Tokens of a trajectory are *made* (sampled) or *given* (prompt extensions, tool results, templates). An *episode* is one
+member of a group as an environment plays it, in *turns*: given tokens go in, made ones come out. It has one or more
+*branches*, each of them a trajectory: ``p7/3``, and where its history was edited ``p7/3~1``, ``p7/3~2``.
+
 What can start again counts how often: a process its *incarnation*, the control plane its *term*, a run its *attempt*.
 A trajectory's *epoch* counts how often it was sent to an instance. What carries an older number comes too late.
 
@@ -23,8 +27,10 @@ import numpy.typing as npt
 TOKEN = np.dtype("<i4")
 LOGPROB = np.dtype("<f4")
 
+GIVEN = -1
+"""In place of a version: these tokens were not sampled. They are not trained, and their log-probabilities are 0."""
 Spans = tuple[tuple[int, int], ...]
-"""Runs of tokens made under one version: ``(version, count)``, in the order they were made."""
+"""Runs of tokens made under one version, ``(version, count)``, or given, ``(GIVEN, count)``, in their order."""
 
 StepState = Literal["open", "ready", "stuck"]
 
@@ -34,6 +40,21 @@ def token_count(spans: Spans) -> int:
     for _, count in spans:
         total += count
     return total
+
+
+def made_count(spans: Spans) -> int:
+    """Tokens that were sampled."""
+    return sum(count for version, count in spans if version >= 0)
+
+
+def oldest(spans: Spans) -> int | None:
+    """The lowest version that made any of the tokens; None if none was made."""
+    return min((version for version, _ in spans if version >= 0), default=None)
+
+
+def episode_of(trajectory: str) -> str:
+    """The episode that a branch belongs to: the name of its first branch."""
+    return trajectory.partition("~")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +129,8 @@ class Work(msgspec.Struct, array_like=True, frozen=True):
     """This and the next two are empty where engines are only modelled."""
     tokens: bytes = b""
     logprobs: bytes = b""
+    limit: int = 0
+    """Made tokens of the whole trajectory at which this turn ends; 0: where the run's setting says."""
 
 
 class TrajectoryNews(msgspec.Struct, array_like=True, frozen=True):
@@ -118,6 +141,8 @@ class TrajectoryNews(msgspec.Struct, array_like=True, frozen=True):
     spans: Spans
     chunk: Chunk | None = None
     """None without new tokens, or where engines are only modelled."""
+    reason: str = ""
+    """Why a turn ended: ``stop``, ``length`` or ``capacity``. Empty if it did not, or where there are no turns."""
 
 
 class Failed(NamedTuple):
@@ -137,6 +162,10 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
     logprob_bytes: bytes
     spans: Spans
     reward: float
+    episode: str = ""
+    """The episode it is a branch of; rows of one episode follow each other. Empty: it is one of its own."""
+    masked: bool = False
+    """Whether its reward counts for the others of its group and its tokens are not trained."""
 
     @classmethod
     def of(
@@ -147,9 +176,23 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
         logprobs: npt.ArrayLike,
         spans: Sequence[tuple[int, int]],
         reward: float,
+        episode: str = "",
+        masked: bool = False,
     ) -> Row:
         ids = np.asarray(prompt, TOKEN).tobytes(), np.asarray(tokens, TOKEN).tobytes()
-        return cls(name, *ids, np.asarray(logprobs, LOGPROB).tobytes(), tuple(spans), reward)
+        return cls(name, *ids, np.asarray(logprobs, LOGPROB).tobytes(), tuple(spans), reward, episode, masked)
+
+    @property
+    def made(self) -> int:
+        """Tokens that were sampled: those that it can be trained on."""
+        return self.tokens.size - sum(count for version, count in self.spans if version < 0)
+
+    @property
+    def made_at(self) -> npt.NDArray[np.bool_]:
+        """Which of its tokens these are."""
+        if not self.spans:
+            return np.ones(self.tokens.size, np.bool_)
+        return np.repeat([version >= 0 for version, _ in self.spans], [count for _, count in self.spans])
 
     @property
     def prompt(self) -> npt.NDArray[np.int32]:
@@ -340,6 +383,8 @@ class Setup(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Folder that the trainer resumes from; empty: the model."""
     standby: bool = False
     """A trainer of this attempt of the run died: resume from what it published, if it had published anything."""
+    source: str = ""
+    """File that says where the trainer's weights are, if that may be on another machine."""
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -8,7 +8,7 @@ told everything at once, or the second kind of process would import torch anew e
 import multiprocessing
 from typing import Any
 
-KINDS = ["tests.servers.weights_processes", "tests.training.trainer_process"]
+KINDS = ["tests.servers.weights_processes", "tests.training.trainer_process", "tests.training.rank_processes"]
 
 START_S = 300.0
 """For the first one: importing takes seconds, and minutes where every core is busy."""

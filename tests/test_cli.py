@@ -23,7 +23,7 @@ def test_an_unknown_command_is_one_line_and_exit_code_2(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "no command is given: staleflow train begins a first run; others: runs, samples"),
+        ([], "no command is given: staleflow train begins a first run; others: runs, dash, why"),
         (["trian"], "'trian' is not a command: write train"),
         (["quantum"], "'quantum' is not a command: choose one of train, runs, "),
     ],

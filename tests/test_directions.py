@@ -14,17 +14,19 @@ BELOW: dict[str, tuple[str, ...]] = {
     "frames": (),
     "files": (),
     "types": (),
+    "tcp": ("files",),
     "caller": ("files",),
     "registry": ("errors",),
     "settings": ("errors", "registry"),
     "model_json": ("errors",),
     "protocol": ("errors", "types"),
     "coordinator": ("errors", "types", "registry", "settings", "protocol"),
-    "servers": ("errors", "types", "files", "registry", "protocol"),
+    "servers": ("errors", "types", "files", "tcp", "registry", "protocol"),
     "tasks": ("errors", "types", "files", "registry", "settings", "model_json", "servers"),
     "reward": ("errors", "types", "caller", "registry", "settings", "frames", "servers", "tasks"),
     "rollout": ("errors", "types", "files", "registry", "settings", "model_json", "coordinator", "servers"),
     "training": ("errors", "types", "files", "registry", "settings", "model_json", "servers"),
+    "agents": ("errors", "types", "registry", "settings", "frames", "model_json", "tasks", "reward", "rollout"),
     "config": (
         "errors",
         "files",
@@ -37,11 +39,12 @@ BELOW: dict[str, tuple[str, ...]] = {
         "reward",
         "rollout",
         "training",
+        "agents",
     ),
     "observe": ("errors", "types", "files"),
 }
 """By package, what it may import besides itself; further up everything below is allowed, in this order:"""
-ABOVE = ("workers", "run", "runtime", "simulate", "study", "commands", "api", "cli", "__main__", "__init__")
+ABOVE = ("workers", "run", "runtime", "simulate", "study", "dash", "commands", "api", "cli", "__main__", "__init__")
 
 
 def allowed(package: str) -> set[str]:

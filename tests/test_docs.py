@@ -44,8 +44,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_settings_that_are_named_exist(page: Path) -> None:
     known = {name for name, _ in leaves(to_tree(sf.load("plain", "model=mine")))}
     sections = "|".join(sorted({name.partition(".")[0] for name in known if "." in name}))
-    named = re.findall(rf"(?<![\w./-])((?:{sections})\.[a-z_]+)(?![\w(/]|\.\w)", page.read_text())
-    assert {each for each in named if not each.endswith((".md", ".py", ".svg"))} <= known
+    text = page.read_text()
+    if page.name == "coming-from.md":  # whose first column has the names of others
+        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
+    named = re.findall(rf"(?<![\w./-])((?:{sections})\.[a-z_]+)(?![\w(/]|\.\w)", text)
+    assert {each for each in named if not each.endswith((".md", ".py", ".svg", ".json"))} <= known
 
 
 def test_every_setting_is_on_its_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from staleflow.config import Config, ConfigError, Machine, check, load
 from staleflow.config.costs import costs_from_geometry
+from staleflow.config.tracking import TRACKERS
 from staleflow.coordinator.decide import decide
 from staleflow.coordinator.situation import Pull
 from staleflow.coordinator.strategies import SYNCHRONISATION
@@ -23,6 +24,7 @@ from staleflow.reward.pool import RewardPool
 from staleflow.rollout.engine import Engine, Request
 from staleflow.rollout.options import ENGINES, Sampling
 from staleflow.run.directory import RunDirectory
+from staleflow.run.tracked import trackers_of
 from staleflow.runtime.local.run import LocalRun
 from staleflow.servers.filters import FILTERS
 from staleflow.servers.lifecycle import Group, Trajectory
@@ -40,7 +42,7 @@ from tests.coordinator.make_situations import instance, situation
 PAGE = (Path(__file__).parents[1] / "docs/extend.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 FILES = {found[1]: code for kind, code in BLOCKS if kind == "python" and (found := re.match(r"# (\w+\.py)\n", code))}
-SETTINGS = {line.partition("=")[0]: line.split() for kind, line in BLOCKS if not kind}
+SETTINGS = {line.partition("=")[0]: line.split() for kind, line in BLOCKS if kind == "sh"}
 ROOMY = Machine(cores=8, memory=64 * 2**30)
 DATA = ["reward.function=last-number", "data.max_prompt_tokens=8"]
 """What goes with other data than the embedded task's."""
@@ -61,7 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / name).write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for registry in (ADVANTAGES, CORRECTIONS, ENGINES, FILTERS, LOSSES, REWARDS, SOURCES, SYNCHRONISATION):
+    for registry in (ADVANTAGES, CORRECTIONS, ENGINES, FILTERS, LOSSES, REWARDS, SOURCES, SYNCHRONISATION, TRACKERS):
         monkeypatch.setattr(registry, "_loaded", {})
     importlib.invalidate_caches()
     yield tmp_path
@@ -102,7 +104,7 @@ def step(config: Config, model: Path) -> StepReport:
 
 def test_the_page_has_an_example_of_each_kind() -> None:
     kinds = ("training.loss", "training.advantage", "training.correction", "filter", "reward.function", "data.source")
-    assert set(SETTINGS) == {*kinds, "strategies.synchronisation", "rollout.engine"}
+    assert set(SETTINGS) == {*kinds, "strategies.synchronisation", "rollout.engine", "track"}
     assert len(FILES) == len(SETTINGS)
     assert all(len(code.splitlines()) <= 22 for code in FILES.values())
 
@@ -122,6 +124,15 @@ def test_an_advantage_that_says_nothing_sees_the_whole_batch(model: Path, folder
     config = configured(model, *SETTINGS["training.advantage"])
     assert "may depend on all of the batch" in (config.trainer_options().whole_batch or "")
     step(config, model)
+
+
+def test_a_tracker_gets_what_is_logged(model: Path, tmp_path: Path) -> None:
+    config = configured(model, *SETTINGS["track"])
+    trackers = trackers_of(config, RunDirectory(tmp_path), 0, pytest.fail)
+    for step in range(3):
+        trackers.log(step, {"step": step, "reward": 0.5})
+    trackers.close()
+    assert (tmp_path / "rewards.txt").read_text() == "2 1.5\n"
 
 
 def test_a_filter_gives_reasons(model: Path) -> None:

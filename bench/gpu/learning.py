@@ -12,6 +12,7 @@ is in the file of results is not run again; what matters most is run first.
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -111,6 +112,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir()) / "staleflow-learning")
     parser.add_argument("--jobs", type=int, default=1, help="runs beside each other")
     parser.add_argument("--most", type=int, help="only the first of the runs")
+    parser.add_argument("--only", default="", help="a regular expression: leave out what it is not found in")
     parser.add_argument("--limit", type=float, default=420, help="seconds after which no run is started")
     parser.add_argument("--smoke", action="store_true", help="one short run of the embedded model on the CPU")
     given = parser.parse_args(arguments)
@@ -125,7 +127,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         except Exception as error:  # the others are worth having
             return kind, f"{type(error).__name__}: {error}"
 
-    wanted = kinds()[: 1 if given.smoke else given.most]
+    wanted = [kind for kind in kinds() if re.search(given.only, kind.name)][: 1 if given.smoke else given.most]
     with ThreadPoolExecutor(given.jobs) as pool:
         for kind, found in pool.map(run, [kind for kind in wanted if kind.name not in results.found]):
             if isinstance(found, dict):

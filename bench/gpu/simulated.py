@@ -3,8 +3,9 @@
     python bench/gpu/simulated.py --runs RUNS/skewed-qwen-0.5b-2 --tail tail.json --json error.json     # no GPU needed
 
 The production control plane runs over modelled engines and a modelled trainer, with the lengths that the runs had.
-Costs are those of a process that has the card to itself: of decoding, the cells of ``tail.py``; of prefill and
-training, the synchronous run, in which nothing else happens meanwhile. Kernels of different processes do not run at the
+Costs are those of a process that has the card to itself: of decoding, the cells of ``tail.py``; of a step with prefill,
+also its launches (``--launches``: the kinds of steps that ``tail.py`` tells apart); of prefill and training, the
+synchronous run, in which nothing else happens meanwhile. Kernels of different processes do not run at the
 same time: the card is theirs in turn (*in turn*). The trainer's share of it while instances run is the one number taken
 from the run with bound 2: how much longer a token took to train there. Instances have the rest, evenly. *As if alone*
 is the prediction without that, *as in bound 2* the one with costs as they were inside that run, whoever else had work
@@ -15,7 +16,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench.gpu.skewed import length
 from bench.shared_cores import SharedCluster
 from bench.simulator_error import METRICS, compared, left_out, observed
+from staleflow.coordinator.cost import CostModel
 from staleflow.observe.metrics import read_metrics
 from staleflow.rollout.fit import Point, fit
 from staleflow.simulate.setting import Setting, setting_of
@@ -52,14 +54,28 @@ class Turns:
         return (1 - share) / max(1, running), max(share, self.trainer)
 
 
-def decoding(cells: Mapping[str, Any], shape: str, per_prefill_token: float) -> Any:
+@dataclass(frozen=True, slots=True)
+class Launching(CostModel):
+    """An engine whose steps with prefill are not CUDA graphs: launches take ``launches`` seconds more."""
+
+    launches: float = 0.0
+
+    def step(self, running: int, context: int, prefill: int = 0) -> float:
+        return CostModel.step(self, running, context, prefill) + self.launches * bool(prefill)
+
+    def steps(self, count: int, running: int, context: int, prefill: int = 0) -> float:
+        return CostModel.steps(self, count, running, context, prefill) + self.launches * bool(prefill) * count
+
+
+def decoding(cells: Mapping[str, Any], shape: str, per_prefill_token: float, launches: float) -> Any:
     """The cost model of an engine that has the card to itself, by the cells of ``tail.py``."""
     points: list[Point] = []
     for name, cell in cells.items():
         if name.startswith(shape) and name.endswith("few"):
             running, context = (int(each) for each in name.removeprefix(shape).removesuffix("few").split(" x "))
             points.append(Point(running, running * context, cell["ms"] / 1e3))
-    return fit(points, per_prefill_token)
+    found, errors = fit(points, per_prefill_token)
+    return Launching(**asdict(found), launches=launches), errors
 
 
 def training(folder: Path) -> float:
@@ -84,11 +100,13 @@ def predicted(setting: Setting, turns: Turns) -> dict[str, float]:
     }
 
 
-def compare(runs: Path, cells: Mapping[str, Any], shape: str, mean: int, longest: int, prompt: int) -> Rows:
+def compare(
+    runs: Path, cells: Mapping[str, Any], shape: str, mean: int, longest: int, prompt: int, launches: float = 0.0
+) -> Rows:
     """By run: each figure measured and predicted, in three ways."""
     alone, shared = read_run(str(runs / SYNCHRONOUS)), read_run(str(runs / CONTENDED))
     assert alone.cost is not None
-    costs, errors = decoding(cells, shape, alone.cost.per_prefill_token / alone.summary["instances"])
+    costs, errors = decoding(cells, shape, alone.cost.per_prefill_token / alone.summary["instances"], launches)
     per_token_s = training(runs / SYNCHRONOUS)
     share = min(MOST, per_token_s / training(runs / CONTENDED))
     alone_us = 1e6 * per_token_s
@@ -142,9 +160,10 @@ def main(arguments: list[str] | None = None) -> Rows:
     parser.add_argument("--tail", type=Path, required=True, help="what tail.py wrote")
     parser.add_argument("--shape", default="qwen-0.5b")
     parser.add_argument("--lengths", type=int, nargs=3, default=(256, 4096, 128), help="mean, longest, prompt")
+    parser.add_argument("--launches", type=float, default=0.018, help="seconds")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    rows = compare(given.runs, json.loads(given.tail.read_text()), given.shape, *given.lengths)
+    rows = compare(given.runs, json.loads(given.tail.read_text()), given.shape, *given.lengths, launches=given.launches)
     print(table(rows))
     if given.json is not None:
         given.json.write_text(json.dumps(rows, indent=1))

@@ -48,7 +48,9 @@ class SkewedEngine(TorchEngine):
 
 
 def engine(model_folder: str | Path, options: EngineOptions, mean: int = 256, longest: int = 4096) -> SkewedEngine:
-    return SkewedEngine(model_folder, options, mean, longest)
+    made = SkewedEngine(model_folder, options, mean, longest)
+    made.prepare()
+    return made
 
 
 class Prompts:

@@ -6,7 +6,8 @@
 
 *skewed*: Qwen2.5's 0.5 B shape (``--shape``) with random weights; 32 groups of 8, prompts of 128 tokens, responses of a
 lognormal length (mean 256, longest 4,096; ``bench/gpu/skewed.py``). *smollm*: SmolLM2-135M-Instruct on one-digit
-arithmetic, with a learning rate so small that the workload stays what it is. Instances (``--instances``) and the
+arithmetic, with a learning rate so small that the workload stays what it is, and rewards by a hash, as in
+``trl_grpo.py``. Instances (``--instances``) and the
 trainer are processes on one card, so what one computes the others wait for: the card's own sum of work limits all
 bounds, and asynchrony gains what would otherwise be spent waiting for long responses. The first quarter of the steps is
 left out, or bound + 1 of them. Bound 0 with whole batches is the synchronous loop.
@@ -33,7 +34,7 @@ ALWAYS = ["evaluation.every=0", "evaluation.problems=1", "checkpoints.best=false
 
 def settings(workload: str, shape: str, folder: Path) -> list[str]:
     if workload == "smollm":
-        return [*ALWAYS, "training.learning_rate=1e-9"]
+        return [*ALWAYS, "training.learning_rate=1e-9", "reward.function=bench.gpu.skewed:reward"]
     sizes = ["rollout.kv_tokens=524288", "rollout.max_running=512", "training.learning_rate=1e-9"]
     return [*ALWAYS, *sizes, *skewed.words(shape, folder / shape, mean=256, longest=4096, prompt=128)]
 
@@ -86,6 +87,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--workload", choices=[*STEPS], default="skewed")
     parser.add_argument("--shape", default="qwen-0.5b")
     parser.add_argument("--instances", type=int, default=1)
+    parser.add_argument("--cells", nargs="+", help="some of the cells, such as 0-batch 2-stream, in this order")
     parser.add_argument("--limit", type=float, default=420, help="seconds after which no run is started")
     parser.add_argument("--smoke", action="store_true", help="a short run of a tiny model on the CPU")
     given = parser.parse_args(arguments)
@@ -93,7 +95,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     results.head()
     kind = "smoke" if given.smoke else f"skewed {given.shape}" if given.workload == "skewed" else given.workload
     words = small(given.runs) if given.smoke else settings(given.workload, given.shape, given.runs)
-    for bound, consume in CELLS[1:2] if given.smoke else CELLS:
+    wanted = [(int(bound), how) for bound, how in (cell.split("-") for cell in given.cells)] if given.cells else CELLS
+    for bound, consume in CELLS[1:2] if given.smoke else wanted:
         steps = 5 if given.smoke else STEPS[given.workload][bound]
         name = f"{kind}, {given.instances} x rollout, bound {bound}, {consume}"
         folder = given.runs / f"{kind}-{given.instances}".replace(" ", "-")

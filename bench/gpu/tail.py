@@ -102,32 +102,46 @@ def steady(sizes: Sizes, shape: str, running: int, context: int, way: str, speed
     return {"ms": 1e3 * took, "roofline_ms": 1e3 * least, "of_roofline": least / took}
 
 
-def skewed(sizes: Sizes, way: str) -> dict[str, float]:
+def mix(vocabulary: int, requests: int, prompt: int, mean: int, longest: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts, and lognormal lengths of responses."""
     sigma = math.sqrt(math.log(1 + 1.5**2))
-    drawn = np.random.default_rng(0).lognormal(math.log(sizes.mean) - sigma**2 / 2, sigma, sizes.requests)
-    lengths = np.clip(np.rint(drawn), 1, sizes.longest).astype(int).tolist()
+    drawn = np.random.default_rng(0).lognormal(math.log(mean) - sigma**2 / 2, sigma, requests)
+    prompts = np.random.default_rng(1).integers(0, vocabulary, (requests, prompt)).tolist()
+    return prompts, np.clip(np.rint(drawn), 1, longest).astype(int).tolist()
+
+
+def skewed(sizes: Sizes, way: str) -> dict[str, Any]:
+    """Seconds in all, and of steps of each kind: with prefill, launched only when the tokens before were known, and
+    launched ahead with more than 32 sequences or with fewer."""
     shape = sizes.shapes[0]
-    vocabulary = SHAPES[shape]["vocab_size"]
-    prompts = np.random.default_rng(1).integers(0, vocabulary, (sizes.requests, sizes.prompt)).tolist()
+    prompts, lengths = mix(SHAPES[shape]["vocab_size"], sizes.requests, sizes.prompt, sizes.mean, sizes.longest)
     engine = engine_of(sizes, shape, sizes.most, sizes.requests * (sizes.prompt + 2 * sizes.mean), way)
     steps = few = 0
+    kinds: dict[str, list[float]] = {}
 
     def run(name: str) -> None:
         nonlocal steps, few
         steps = few = 0
+        kinds.clear()
         engine.pool.forget()
         pairs = zip(prompts, lengths, strict=True)
         engine.submit(
             [Request(f"{name}{at}", 1, p, sampling=Sampling(max_tokens=n)) for at, (p, n) in enumerate(pairs)]
         )
         while engine.busy:
+            ahead, began = engine._ahead is not None, time.perf_counter()
             output = engine.step()
+            took = time.perf_counter() - began
             steps += 1
             few += output.made <= 32
+            size = next(most for most in (1, 2, 4, 8, 16, 32, 64, 128, 10**9) if output.made <= most)
+            kind = "prefill" if output.prefilled else f"{'ahead' if ahead else 'not ahead'}, at most {size}"
+            kinds.setdefault(kind, []).append(took)
 
     first, second = (seconds(lambda name=name: run(name), sizes) for name in ("a", "b"))
     engine.close()
-    return {"seconds": second, "first_seconds": first, "steps": steps, "steps_with_at_most_32": few}
+    sums = {kind: {"steps": len(each), "seconds": sum(each)} for kind, each in sorted(kinds.items())}
+    return {"seconds": second, "first_seconds": first, "steps": steps, "steps_with_at_most_32": few, "kinds": sums}
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
     python bench/gpu/trl_grpo.py --output system.json --workload smollm          # needs trl, in any way Python finds it
     python bench/gpu/trl_grpo.py --output system.json --workload skewed --steps 2
+    python bench/gpu/trl_grpo.py --output system.json --vllm                     # TRL generates with vLLM, colocated
     python bench/gpu/trl_grpo.py --smoke                                         # a tiny model on the CPU
 
 Equal are model, prompts, 32 prompts with 8 responses, lengths (imposed in the skewed workload, as there), GRPO without
@@ -40,6 +41,7 @@ from staleflow.tasks.arithmetic import problems
 from staleflow.tasks.smollm import smollm
 
 GROUPS, SIZE = 32, 8
+IN_VLLM = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_max_model_length": 512}
 
 
 class Rows(list[dict[str, Any]]):
@@ -112,7 +114,9 @@ def tokenizer_of(folder: Path) -> Any:
     )
 
 
-def measured(workload: str, shape: str, runs: Path, steps: int, longest: int, smoke: bool) -> dict[str, Any]:
+def measured(
+    workload: str, shape: str, runs: Path, steps: int, longest: int, smoke: bool, vllm: bool
+) -> dict[str, Any]:
     without_datasets()
     trl: Any = importlib.import_module("trl")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,11 +160,15 @@ def measured(workload: str, shape: str, runs: Path, steps: int, longest: int, sm
             gradient_accumulation_steps=batch // micro, num_generations=SIZE, max_completion_length=longest,
             temperature=1.0, beta=0.0, loss_type="dapo", learning_rate=1e-9, bf16=device == "cuda",
             use_cpu=device == "cpu", gradient_checkpointing=False, shuffle_dataset=False, save_strategy="no",
-            logging_strategy="no", report_to="none", disable_tqdm=True,
+            logging_strategy="no", report_to="none", disable_tqdm=True, use_vllm=vllm,
+            **(IN_VLLM if vllm else {}),
         )  # fmt: skip
         trainer = trl.GRPOTrainer(
             model, reward, options, train_dataset=rows, processing_class=tokenizer, callbacks=[clock]
         )
+        if vllm:
+            plain = trainer.vllm_generation.generate
+            trainer.vllm_generation.generate = generate
         began = time.perf_counter()
         trainer.train()
     marks = [began, *clock.steps]
@@ -184,6 +192,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--workload", choices=("skewed", "smollm"), default="smollm")
     parser.add_argument("--shape", default="qwen-0.5b")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--vllm", action="store_true", help="generate with vLLM in this process (smollm)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     given = parser.parse_args(arguments)
     results = Results(given.output)
@@ -192,8 +201,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     workload = "skewed" if given.smoke else given.workload
     longest = 16 if given.smoke else 256 if workload == "smollm" else 4096
     kind = f"skewed {shape}" if workload == "skewed" else workload
-    results.measure(f"{kind}, TRL", lambda: measured(workload, shape, given.runs, steps, longest, given.smoke))
-    print(json.dumps(results.found.get(f"{kind}, TRL")))
+    name = f"{kind}, TRL{' with vLLM' if given.vllm else ''}"
+    results.measure(name, lambda: measured(workload, shape, given.runs, steps, longest, given.smoke, given.vllm))
+    print(json.dumps(results.found.get(name)))
     return results.found
 
 

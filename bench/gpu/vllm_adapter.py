@@ -7,7 +7,8 @@
 
 Random weights; prompts of 64 tokens, 128 tokens each, temperature 1, with log-probabilities in both loops. A pull is
 compared with one copy of the same bytes to the device. Figures are medians of the rounds. On a CPU time is that of the
-process, because other work would change the other by more than what is to be measured.
+process, because other work would change the other by more than what is to be measured; and vLLM's own loop has an
+engine of its own, because ours changes how small models compute there (``rollout/vllm/cpu.py``).
 """
 
 import argparse
@@ -24,7 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from staleflow.rollout.engine import Request, Sampling
 from staleflow.rollout.options import EngineOptions
 from staleflow.rollout.shapes import SHAPES, write
-from staleflow.rollout.vllm import VllmEngine, start  # before vLLM itself, whose settings it sets
+from staleflow.rollout.vllm.engine import VllmEngine
+from staleflow.rollout.vllm.start import start
 from staleflow.servers.weights import LocalParameterServer
 
 from vllm.inputs import TokensPrompt  # isort: skip
@@ -120,15 +122,16 @@ def main() -> None:
             threads=1,
         )
         llm = start(Path(folder), options, {})
+        own = start(Path(folder), options, {}) if wanted.device == "cpu" else llm
         engine = VllmEngine(llm, folder, options, version=0)
+        pull, copy, size = pulls(engine, folder, getattr(torch, wanted.dtype), wanted.device, wanted.rounds)
         found: dict[str, Any] = {"shape": wanted.shape, "device": wanted.device, "throughput": []}
         for sequences in wanted.sequences:
             rounds = [
-                (bare(llm, sequences, turn), ours(llm, engine, sequences, turn)) for turn in range(wanted.rounds + 1)
+                (bare(own, sequences, turn), ours(llm, engine, sequences, turn)) for turn in range(wanted.rounds + 1)
             ]
             alone, adapted = (statistics.median(side) for side in zip(*rounds[1:], strict=True))
             found["throughput"].append({"sequences": sequences, "vllm": alone, "ours": adapted})
-        pull, copy, size = pulls(engine, folder, getattr(torch, wanted.dtype), wanted.device, wanted.rounds)
         found |= {"pull_s": pull, "copy_s": copy, "bytes": size}
     if wanted.json:
         print(json.dumps(found, indent=2))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from staleflow.config import PRESETS, Config, load
 from staleflow.config.convert import NAMES, full_name
-from staleflow.config.costs import on_other_hardware
 from staleflow.config.field_names import elsewhere
 from staleflow.config.gpus import GPUS
 from staleflow.config.machine import cores
@@ -48,6 +47,7 @@ SHORT = {
     "profile": "cluster.profile",
     "gpu": "cluster.gpu",
     "model": "model",
+    "engine": "rollout.engine",
     "device": "rollout.device",
     "dtype": "rollout.dtype",
     "threads": "processes.threads",
@@ -67,6 +67,14 @@ def refuse(error: object, code: int = 2) -> int:
 
 
 # Settings
+
+
+def typed() -> str:
+    """What to type for this program here: its name, or its path where that is not on the search path."""
+    path = Path(sys.executable).with_name("staleflow")
+    if not path.exists() or shutil.which("staleflow") == str(path):
+        return "staleflow"
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def add_settings(parser: argparse.ArgumentParser, default: str) -> None:
@@ -165,6 +173,7 @@ def given_settings(options: argparse.Namespace) -> GivenSettings:
 
 def read_setting(options: argparse.Namespace, wanted: GivenSettings) -> tuple[Config, Setting]:
     """The configuration, and the setting to simulate."""
+    from staleflow.config.costs import on_other_hardware
     from staleflow.simulate.setting import setting_of
 
     other = options.model is not None or "cluster.gpu" in wanted.names
@@ -226,6 +235,8 @@ def check_jobs(jobs: int) -> int:
 @contextmanager
 def refuse_stuck() -> Iterator[None]:
     """Turn what ends a simulated run early into an error of one line."""
+    from concurrent.futures.process import BrokenProcessPool
+
     from staleflow.runtime.control import StalledError
     from staleflow.simulate.clock import DeadlockError
     from staleflow.simulate.invariants import BrokenInvariantError

@@ -9,6 +9,7 @@ Every finding has a fix. Nothing is changed or started, except that packages are
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import os
@@ -25,10 +26,18 @@ from staleflow.commands.common import Subparsers
 from staleflow.config import Config
 from staleflow.config.machine import Machine, this_machine
 from staleflow.config.memory import gigabytes
+from staleflow.config.ray import INSTALL
 from staleflow.rollout.options import ENGINES
 
 NEEDED = {"torch": "local", "transformers": "local", "safetensors": "local", "tokenizers": "local", "xxhash": "local"}
-OPTIONAL = {"peft": "local", "datasets": "tasks", "math-verify": "tasks", "gguf": "smollm", "trl": "bench"}
+OPTIONAL = {
+    "peft": "local",
+    "datasets": "tasks",
+    "math-verify": "tasks",
+    "ray": "ray",
+    "gguf": "smollm",
+    "trl": "bench",
+}
 """By distribution: the extra that has it."""
 LEAST_MEMORY, LEAST_SHARED, LEAST_DISK, LEAST_FILES = 2 << 30, 256 << 20, 1 << 30, 256
 """What the preset ``laptop`` needs, about."""
@@ -78,6 +87,7 @@ def examined(runs: Path) -> dict[str, Any]:
         "hardware": hardware,
         "packages": packages,
         "engines": engines,
+        "ray": _ray(),
         "limits": limits,
         "shared_memory": {"free_bytes": machine.shared},
         "findings": [each._asdict() for each in findings],
@@ -97,6 +107,8 @@ def lines(facts: dict[str, Any]) -> Iterator[str]:
     yield "packages       " + ", ".join(f"{name} {found}" for name, found in facts["packages"].items() if found)
     for name, engine in facts["engines"].items():
         yield f"engine         {name}: {'works' if engine['works'] else engine['why']}"
+    if facts["packages"]["ray"]:
+        yield f"runtime        ray: {'works' if facts['ray']['works'] else facts['ray']['why']}"
     for each in facts["findings"]:
         yield f"{'ERROR' if each['grave'] else 'note'}: {each['what']}: {each['fix']}"
     yield "everything that is needed is here" if facts["ok"] else "nothing can be trained here yet"
@@ -115,6 +127,17 @@ def _engine(name: str) -> dict[str, Any]:
         ENGINES.check(name, {})
         ENGINES.load(name)
     except Exception as error:  # whatever an installation of somebody else's package may raise
+        return {"works": False, "why": " ".join(str(error).split())}
+    return {"works": True, "why": ""}
+
+
+def _ray() -> dict[str, Any]:
+    """Whether ``runtime=ray`` can be used. No cluster is started or joined."""
+    if _version("ray") is None:
+        return {"works": False, "why": f"not installed: {INSTALL}"}
+    try:
+        importlib.import_module("ray")
+    except Exception as error:  # of somebody else's installation
         return {"works": False, "why": " ".join(str(error).split())}
     return {"works": True, "why": ""}
 

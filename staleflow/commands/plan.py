@@ -47,8 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "plan",
         help="find bound, batch, length cap and split in the simulator",
         description="Search bound, batch size, length cap and GPU split in the simulator, and recommend one setting. "
-        "The plan is for any number of GPUs and machines; staleflow train itself runs on one machine, with at most one "
-        "GPU for rollout and one for training, and the answer says whether it can use what is recommended.",
+        "The plan is for any number of GPUs and machines, and the answer says what staleflow train needs to use it.",
         allow_abbrev=False,
     )
     add_simulated(parser)
@@ -103,10 +102,10 @@ def cannot_train(setting: Setting, on_cpu: bool, nodes: int) -> str | None:
         return None
     if on_cpu:
         return f"staleflow train has one trainer on a CPU, and here it would be {setting.training_gpus}"
-    machines = "one machine" if nodes == 1 else f"{nodes} machines"
+    where = "" if nodes == 1 else f", all of them on one of the {nodes} machines"
     return (
-        "staleflow train runs on one machine, with at most one GPU for rollout and one for training; here it would be "
-        f"{rollout} and {setting.training_gpus} on {machines}"
+        f"staleflow train needs runtime=ray for {rollout} GPUs that decode, and training.ranks={setting.training_gpus} "
+        f"for those that train{where}; neither was tested on more than one GPU yet"
     )
 
 
@@ -218,8 +217,8 @@ def show(plan: Plan, notes: Sequence[str], why_not: str | None, unit: str) -> No
         out.print(f"To train with it: staleflow train ... {' '.join(settings_of(setting))}")
     else:
         out.print(
-            f"This release cannot train with it: {why_not}. Bound, batch and cap as settings: "
-            f"{' '.join(settings_of(setting))}. For what it can use, plan with --gpus 2."
+            f"It was never trained with: {why_not}. Bound, batch and cap as settings: "
+            f"{' '.join(settings_of(setting))}. For what was, plan with --gpus 2."
         )
     for note in notes:
         out.print(f"Note: {note}.")

@@ -1,7 +1,8 @@
 """``staleflow profile``: measure the engine on this machine and store the cost model that fits it.
 
 staleflow profile                                  # a tiny model, seconds
-staleflow profile run.yaml                         # the model, device and sizes of a run
+staleflow profile run.yaml                         # the model, engine, device and sizes of a run
+staleflow profile --engine vllm
 staleflow profile models/mine --device cuda --dtype bfloat16 --output mine.json --picture mine.svg
 staleflow simulate --profile mine.json             # plan with what was measured
 """
@@ -23,6 +24,7 @@ from staleflow.errors import ConfigError
 from staleflow.files import write_whole
 from staleflow.observe.chart import HEIGHT, Curve, chart, document
 from staleflow.observe.progress import Progress
+from staleflow.rollout.options import ENGINES, EngineOptions
 from staleflow.rollout.shapes import SHAPES, llama, write
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ def add_parser(subparsers: Subparsers) -> None:
         allow_abbrev=False,
     )
     add_settings(parser, TINY)
+    parser.add_argument("--engine", help="builtin (default), vllm or module:Class")
     parser.add_argument("--device", help="cpu (default) or cuda")
     parser.add_argument("--dtype", help="float32 (default) or bfloat16")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of PyTorch (default: 1)")
@@ -62,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
         profile, device = measure_engine(config, running, context, progress)
     values = {
         "model": config.model,
+        "engine": config.rollout.engine,
         "device": device,
         "dtype": config.rollout.dtype,
         "threads": config.processes.threads or 1,
@@ -95,29 +99,32 @@ def measure_engine(config: Config, running: int, context: int, progress: Progres
     """The profile, and a description of the device."""
     progress.say("loads PyTorch")
     try:
-        from staleflow.rollout.builtin import EngineOptions, TorchEngine
         from staleflow.rollout.profile import Grid, measure
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'staleflow[local]'") from None
     rollout, random = config.rollout, not Path(config.model).is_dir()
+    ENGINES.check(rollout.engine, rollout.engine_arguments)
+    options = EngineOptions(
+        kv_tokens=int(running * (context + 64) * 1.2),
+        max_running=running,
+        prefill_tokens=min(2048, context),
+        dtype=rollout.dtype,
+        device=rollout.device,
+        threads=config.processes.threads or 1,
+        weights="random" if random else "checkpoint",
+    )
     progress.say(f"loads {config.model}")
     with tempfile.TemporaryDirectory() as made:
         if random:
             write(_shape(config), made)
-        engine = TorchEngine(
-            made if random else config.model,
-            EngineOptions(
-                kv_tokens=int(running * (context + 64) * 1.2),
-                max_running=running,
-                prefill_tokens=min(2048, context),
-                dtype=rollout.dtype,
-                device=rollout.device,
-                threads=config.processes.threads or 1,
-                weights="random" if random else "checkpoint",
-            ),
-        )
-        progress.say(f"measures up to {running} sequences of up to {context} tokens")
-        return measure(engine, Grid.up_to(running, context), progress.reach), engine.described
+        make = ENGINES.load(rollout.engine)
+        engine = make(made if random else config.model, options, **rollout.engine_arguments)
+        try:
+            progress.say(f"measures up to {running} sequences of up to {context} tokens")
+            profile = measure(engine, options, Grid.up_to(running, context), progress.reach)
+        finally:
+            engine.close()
+        return profile, getattr(engine, "described", rollout.device)
 
 
 def _shape(config: Config) -> str | dict[str, Any]:

@@ -66,10 +66,25 @@ def choose(options: argparse.Namespace) -> list[Sample]:
 
 def text_of(sample: Sample) -> str:
     parts = "".join(f", {name} {value:.4g}" for name, value in sample.rewards.items())
-    ages = ", ".join(f"{count} of version {version}" for version, count in sample.versions)
+    runs = sample.versions
+    if played := any(version < 0 for version, _ in runs):  # many turns, few versions
+        runs = [(each, sum(count for version, count in runs if version == each)) for each in sorted(dict(runs))]
+    ages = ", ".join(f"{count} of version {version}" if version >= 0 else f"{count} given" for version, count in runs)
     head = f"step {sample.step}  {sample.name}  reward {sample.reward:.4g}{parts}  {sample.tokens} tokens ({ages})"
     cut = "  CUT" if sample.cut else ""
-    return "\n".join([head + cut, *_indented("> ", _prompt(sample)), *_indented("  ", sample.response)])
+    said = _turns(sample) if played else _indented("  ", sample.response)
+    return "\n".join([head + cut, *_indented("> ", _prompt(sample)), *said])
+
+
+def _turns(sample: Sample) -> list[str]:
+    """What was given begins with <, what the model made does not."""
+    lines: list[str] = []
+    begin = 0
+    for (version, _), end in zip(sample.versions, sample.ends, strict=False):
+        if text := sample.response[begin:end]:
+            lines += _indented("< " if version < 0 else "  ", text)
+        begin = end
+    return lines
 
 
 def _prompt(sample: Sample) -> str:

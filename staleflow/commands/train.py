@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from staleflow import caller
-from staleflow.commands.common import Subparsers, add_settings, given_settings
+from staleflow.commands.common import Subparsers, add_settings, given_settings, typed
+from staleflow.commands.dash import PORT, beside
 from staleflow.config import (
     Config,
     ConfigError,
@@ -33,13 +34,16 @@ from staleflow.config import (
 )
 from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
+from staleflow.files import no_room
 from staleflow.reward.function import BAD_REWARD
 from staleflow.reward.options import Reward
 from staleflow.run.checkpoints import Choice, newest
 from staleflow.run.directory import RunDirectory
+from staleflow.run.environment import write_environment
 from staleflow.run.processes import processes
 from staleflow.run.resuming import outlook, prepared, resumable
-from staleflow.runtime.local.supervisor import INTERRUPTED, Supervisor, supervised
+from staleflow.runtime.local.supervisor import INTERRUPTED, NO_ROOM, Supervisor, supervised
+from staleflow.servers.database import JournalError
 from staleflow.tasks.task import Problem
 
 START = "reads the data and tries the reward"
@@ -50,8 +54,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "train",
         help="train a model under a staleness bound",
-        description="Train a model under a staleness bound: on one machine, with at most one GPU for rollout and one "
-        "for training. Models: Llama, Mistral, Qwen2 and Qwen3 in Hugging Face format.",
+        description="Train a model under a staleness bound: on one machine, or on the nodes of a Ray cluster "
+        "(runtime=ray). "
+        "Models: Llama, Mistral, Qwen2 and Qwen3 in Hugging Face format.",
         allow_abbrev=False,
     )
     add_settings(parser, LAPTOP)
@@ -62,6 +67,8 @@ def add_parser(subparsers: Subparsers) -> None:
         help="print the plan, the memory it needs, and the prompts that would be left out; train nothing",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON, progress to standard error")
+    parser.add_argument("--dash", action="store_true", help="show the run as a live page in the browser")
+    parser.add_argument("--port", type=int, default=PORT, metavar="N", help=f"of that page (default: {PORT})")
     parser.add_argument("--plain", action="store_true", help="one line per step instead of a live view")
     parser.set_defaults(run=run)
 
@@ -69,17 +76,26 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(options: argparse.Namespace) -> int:
     """Under a supervisor, which starts another control plane should this one die; not inside somebody's program."""
     if options.is_program and not options.dry_run:
-        return supervised(lambda supervisor: run_once(options, supervisor))
+        return supervised(lambda supervisor: _begun(options, supervisor))
     return run_once(options)
+
+
+def _begun(options: argparse.Namespace, supervisor: Supervisor) -> int:
+    try:
+        return run_once(options, supervisor)
+    except (OSError, JournalError) as error:
+        if supervisor.told and no_room(error):
+            return NO_ROOM
+        raise
 
 
 def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) -> int:
     wanted = given_settings(options)
     before = supervisor.run if supervisor is not None else None
-    if before is not None:
-        directory, config = RunDirectory.existing(before)
-    elif options.resume:
+    if options.resume:
         directory, config = _resumed(Path(options.resume), wanted.source, wanted.words)
+    elif before is not None:
+        directory, config = RunDirectory.existing(before)
     else:
         directory, config = None, wanted.config()
     out = sys.stderr if options.json else sys.stdout
@@ -94,6 +110,7 @@ def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) 
     if before is None:
         machine = this_machine()
         there = directory is not None and any(processes(directory.path))  # those to adopt need no further room
+        there |= config.runtime == "ray" and bool(config.ray.joins)  # other machines have the room
         config, note = (config, "") if there else settled(config, machine)
         if options.dry_run:
             dry_run(config, machine, options.json)
@@ -107,11 +124,14 @@ def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) 
         if directory is not None:
             held.enter_context(directory.owned())
             choice = resumable(directory, config)
+            if supervisor is not None and before is None:  # nothing is lost if this process dies while it loads
+                supervisor.tell(directory.path)
             for note in choice.notes:
                 print(f"staleflow: {note}", file=sys.stderr)
         name = wanted.source or LAPTOP
         view = options.plain, options.json
-        summary = train(config, directory, choice, held, name, *view, supervisor)
+        port = options.port if options.dash else None
+        summary = train(config, directory, choice, held, name, *view, supervisor, port)
     if options.json:
         print(json.dumps(summary))
     return INTERRUPTED if summary["interrupted"] else 0
@@ -126,8 +146,9 @@ def train(
     plain: bool = False,
     quiet: bool = False,
     supervisor: Supervisor | None = None,
+    port: int | None = None,
 ) -> dict[str, Any]:
-    """Everything heavy happens in here. ``held``: until when a new run directory is owned."""
+    """Everything heavy happens in here. ``held``: until when a new run directory is owned; ``port``: of its page."""
     from staleflow.tasks.opening import first_problem, model_folder, open_source, open_task
 
     began = time.monotonic()
@@ -140,7 +161,7 @@ def train(
 
     say(START)
     source = open_source(config.data, config.seed)
-    if not again:
+    if not again and config.environment.play is None:
         asyncio.run(try_reward(config.reward, first_problem(source)))
     say(f"loads PyTorch, then the tokenizer of {config.model}")
     from staleflow.observe.terminal import TerminalView
@@ -153,10 +174,13 @@ def train(
     checkpoint = None
     if directory is None or choice is None:
         directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
+        write_environment(directory, ["staleflow", *sys.argv[1:]])
     else:
         checkpoint = prepared(directory, config, choice, task.fingerprint, model)
     caller.tell(caller.RUN, str(directory.path))
     say(f"run {directory.path}")
+    if port is None:
+        say(f"page: {typed()} dash {directory.path} shows it in a browser")
     say(f"data: {task.about()}")
     view = TerminalView(out, plain=plain)
 
@@ -169,9 +193,15 @@ def train(
             view.phase(status.doing)
 
     cost = costs_from_geometry(config)
-    run = LocalRun(config, directory, model, task, cost, checkpoint, show, view.note, supervisor)
+    site = None
+    if config.runtime == "ray":
+        from staleflow.runtime.ray.site import RaySite
+
+        site = RaySite(directory, config)
+    run = LocalRun(config, directory, model, task, cost, checkpoint, show, view.note, supervisor, site)
     try:
-        summary = run_patiently(run.execute())
+        with beside(directory, port, out):
+            summary = run_patiently(run.execute())
     finally:
         view.close()
     summary |= task.facts()

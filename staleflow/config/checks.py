@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from staleflow.config import ray
 from staleflow.config.machine import Machine
 from staleflow.config.memory import estimate
 from staleflow.config.rules import mismatches, refuse_values
@@ -25,7 +26,7 @@ from staleflow.errors import ConfigError
 from staleflow.reward.forks import own_functions
 from staleflow.settings import registries
 from staleflow.tasks.hub import hub_folder
-from staleflow.tasks.options import ADDER, SMOLLM, SOURCES, Data, is_file, is_hub_name
+from staleflow.tasks.options import EMBEDDED, SMOLLM, SOURCES, Data, is_file, is_hub_name
 from staleflow.tasks.smollm import why_not
 from staleflow.tasks.sources import columns, wrong_messages
 from staleflow.training.options import LOSSES, Training
@@ -45,6 +46,8 @@ def _check(config: Config) -> None:
     if sys.platform != "linux":
         raise ConfigError(f"a run needs Linux, and this is {sys.platform}: use a Linux machine, a container or WSL")
     refuse_values(config)
+    for problem in ray.problems(config):
+        raise ConfigError(problem)
     sizes = sizes_of(config)
     for problem in mismatches(config, sizes.vocabulary):
         raise ConfigError(problem)
@@ -58,20 +61,26 @@ def _check(config: Config) -> None:
     own_functions(config.reward)
     _knobs(config.training)
     _writable(config.runs, "runs")
-    if config.model in (ADDER, SMOLLM):
+    if config.model in (*EMBEDDED, SMOLLM):
         _writable(config.cache, "cache")
 
 
 def _model(config: Config, sizes: Sizes) -> None:
-    longest = config.longest_prompt + config.rollout.max_tokens
+    longest = config.longest_prompt + config.longest_response
     if longest > sizes.positions:
+        given = config.longest_response - config.rollout.max_tokens
+        ways = {
+            "rollout.max_tokens": sizes.positions - config.longest_prompt - given,
+            "data.max_prompt_tokens": sizes.positions - config.longest_response,
+        } | ({"environment.max_given": sizes.positions - longest + given} if given else {})
+        also = f" with environment.max_given={given}" if given else ""
         raise ConfigError(
             f"a prompt of {config.longest_prompt} tokens and a response of rollout.max_tokens="
-            f"{config.rollout.max_tokens} are longer than the {sizes.positions} positions of model={config.model}: "
-            f"give rollout.max_tokens={max(1, sizes.positions - config.longest_prompt)}, or a lower "
-            "data.max_prompt_tokens"
+            f"{config.rollout.max_tokens}{also} are longer than the {sizes.positions} positions of model="
+            f"{config.model}: give "
+            f"{' or '.join(f'{name}={most}' for name, most in ways.items() if most > 0) or 'both lower'}"
         )
-    if config.model == ADDER:
+    if config.model in EMBEDDED:
         return
     if config.model == SMOLLM:
         if (missing := why_not()) is not None:

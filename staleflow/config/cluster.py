@@ -10,7 +10,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from staleflow.config.gpus import GPUS, named_gpu
-from staleflow.settings import Amount, Count, Positive, Range, Section, Share
+from staleflow.settings import Amount, Count, Positive, Range, Section, Share, Whole
 
 if TYPE_CHECKING:
     from staleflow.config.schema import Config
@@ -67,6 +67,12 @@ class ClusterOptions(Section):
     """Bytes per second of all pulls together."""
     reward_s: Amount = 0.0
     """Mean seconds until a reward is there."""
+    turns: Count = 1
+    """Turns of an episode, which share its tokens evenly; 1: a response is one turn, and no environment plays."""
+    tool_s: Amount = 0.0
+    """Mean seconds that an environment takes between two turns."""
+    tool_tokens: Whole = 0
+    """Tokens that it gives to the model for each further turn."""
     reward_success: Share = 0.5
     """Share of rewards that are 1, where groups are filtered."""
     speed_spread: Annotated[float, Range(0, 0.999)] = 0.0
@@ -87,6 +93,8 @@ class ClusterOptions(Section):
             yield f"costs lacks {', '.join(missing)}: give all coefficients, or a profile"
         elif costs and not takes_time(costs):
             yield "costs has a step that takes no time: give coefficients of 0 or more (base: any), and a floor"
+        if self.turns == 1 and (self.tool_s or self.tool_tokens):
+            yield "tool_s and tool_tokens are of what happens between turns: give turns=2 or more, or leave them out"
         if self.lengths == "independent" and self.between:
             yield f"lengths=independent says what between={self.between:g} is: leave one out"
         if self.lengths == "long" and self.scale != 1:

@@ -10,11 +10,11 @@ import re
 
 GROUPS = "write groups (prompts of a step); a step trains groups x group_size responses"
 ACCUMULATION = "a step is always cut into micro-batches and their gradients added: write training.micro_tokens"
-DEVICES = "one trainer uses one device: write training.device, and groups for the size of a step"
+DEVICES = "write groups for the size of a step, training.ranks for the processes that share the trainer's model"
 MIXED = "on a GPU the trainer computes in bfloat16 anyway: write rollout.dtype for the engine"
 CHECKPOINTS = "write checkpoints.every (steps) or checkpoints.minutes"
 EVERY_STEP = "every step is printed and written to metrics.jsonl: leave it out"
-TRACKERS = "metrics are in metrics.jsonl of the run directory, and on_step of sf.train gets them: leave it out"
+TRACKERS = "write track=wandb, tensorboard, trackio or prometheus; metrics.jsonl of the run directory has all of it"
 ENGINE = "rollout has its own engine, chosen by rollout.engine: leave it out"
 BOUND = "write staleness: no token is trained on more than this many updates after the version that made it"
 MODEL = "write model, a folder or OWNER/NAME on the hub"
@@ -112,8 +112,8 @@ ELSEWHERE = {
     "resume_mode": "continue a run with staleflow train --resume RUN",
     "deepspeed": "one trainer uses one device: leave it out",
     "fsdp": "one trainer uses one device: leave it out",
-    "nnodes": "a run uses one machine: leave it out, or plan for more with staleflow plan --nodes",
-    "n_gpus_per_node": "a run uses one machine: leave it out, or plan for more with staleflow plan --gpus-per-node",
+    "nnodes": "nodes are those of the Ray cluster: write runtime=ray and ray.address, or leave it out",
+    "n_gpus_per_node": "GPUs are those of the Ray cluster: write runtime=ray and ray.address, or leave it out",
     # Rollout
     "use_vllm": ENGINE,
     "vllm_mode": ENGINE,

@@ -77,7 +77,7 @@ class Estimate:
     @property
     def threads(self) -> int:
         """Threads of each compute process, unless the runtime has cores to spare for the trainer."""
-        processes = self.config.rollout.instances + 1
+        processes = self.config.rollout.instances + self.config.training.ranks
         return self.config.processes.threads or max(1, self.machine.cores // processes)
 
     @property
@@ -91,6 +91,9 @@ class Estimate:
             )
         for device in self.devices:
             has = self._has(device)
+            if has is None and device in _trainer_devices(self.config)[1:]:
+                ranks = self.config.training.ranks
+                return f"training.ranks={ranks} needs {device}, but nvidia-smi finds no such GPU here: give fewer ranks"
             if has is None:
                 setting = "rollout.device" if device == _device(self.config.rollout.device) else "training.device"
                 return f"{setting}={device}, but nvidia-smi finds no such GPU here: give {setting}=cpu"
@@ -145,11 +148,12 @@ class Estimate:
 
     def text(self) -> str:
         config, rollout = self.config, self.config.rollout
+        of = f" of {config.training.ranks} ranks" if config.training.ranks > 1 else ""
         lines = [
             f"model      {config.model}, {self.sizes.parameters:,} parameters",
             f"steps      {config.steps} of {config.groups} groups of {config.group_size}, staleness at most "
             f"{config.staleness}, consume {config.strategies.consume}",
-            f"processes  control plane, 1 trainer on {config.training.device}, {rollout.instances} instances on "
+            f"processes  control plane, 1 trainer{of} on {config.training.device}, {rollout.instances} instances on "
             f"{rollout.device}, 1 evaluator, {config.reward.workers} for rewards",
             f"threads    {self.threads} per compute process, {self.machine.cores} cores",
             f"limit      {gigabytes(trajectory_bytes(config, self.machine.memory))} of prompts and responses",
@@ -201,7 +205,7 @@ def trajectory_bytes(config: Config, free: int) -> int:
 
 def _group(config: Config) -> int:
     """Most bytes of one group."""
-    return config.members * config.rollout.max_tokens * PAYLOAD_BYTES + config.longest_prompt * 4
+    return config.members * config.longest_response * PAYLOAD_BYTES + config.longest_prompt * 4
 
 
 def _rollout(config: Config, sizes: Sizes) -> list[MemoryUse]:
@@ -218,25 +222,47 @@ def _rollout(config: Config, sizes: Sizes) -> list[MemoryUse]:
 
 
 def _trainer(config: Config, sizes: Sizes) -> list[MemoryUse]:
-    training, device = config.training, _device(config.training.device)
-    every = sizes.parameters
+    """On several GPUs each rank has its share of the state; on the CPU the shares add up to the whole."""
+    training, every = config.training, sizes.parameters
     trained = sizes.adapters(training.lora_rank, training.lora_targets) if training.lora_rank else every
-    parts = [
-        MemoryUse("trainer", "weights", 4 * (every + (trained if training.lora_rank else 0)), device),
-        MemoryUse("trainer", "gradients", 4 * trained, device),
-        MemoryUse("trainer", "optimiser", 8 * trained, device),
-        MemoryUse(
-            "trainer",
-            f"activations, about, of {training.micro_tokens:,} tokens",
-            training.micro_tokens * sizes.activation_bytes(training.activation_checkpointing, device != "cpu"),
-            device,
-        ),
-    ]
-    if device != "cpu":
-        parts.append(MemoryUse("trainer", "weights in bfloat16 and logits", 2 * every + LOGITS, device))
-    if training.kl_coefficient and not training.lora_rank:
-        parts.append(MemoryUse("trainer", "reference weights", 4 * every, device))
-    return [*parts, *_process("trainer", device, 1)]
+    ranks, devices = training.ranks, _trainer_devices(config)
+    activations = sizes.activation_bytes(training.activation_checkpointing, devices[0] != "cpu")
+    reference = 4 * every if training.kl_coefficient and not training.lora_rank else 0
+    weights = 4 * (every + (trained if training.lora_rank else 0))
+    parts: list[MemoryUse] = []
+    for device in devices:
+        share = len(devices)
+        parts += [
+            MemoryUse("trainer", "weights", ceil(weights / share), device),
+            MemoryUse("trainer", "gradients", ceil(4 * trained / share), device),
+            MemoryUse("trainer", "optimiser", ceil(8 * trained / share), device),
+            MemoryUse(
+                "trainer",
+                f"activations, about, of {training.micro_tokens:,} tokens",
+                training.micro_tokens * activations,
+                device,
+                ranks // share,
+            ),
+        ]
+        if device != "cpu":
+            half = 2 * (every if ranks == 1 else every // max(1, sizes.layers))  # of ranks one block at a time
+            parts.append(MemoryUse("trainer", "weights in bfloat16 and logits", half + LOGITS, device))
+        if reference:
+            parts.append(MemoryUse("trainer", "reference weights", ceil(reference / share), device))
+        parts += _process("trainer", device, ranks // share)
+    steady = sum(part.total for part in parts if part.device == "cpu")
+    if ranks > 1 and (more := 4 * every * ranks - steady) > 0:
+        parts.append(MemoryUse("trainer", "weights while each rank reads them", more))
+    return parts
+
+
+def _trainer_devices(config: Config) -> list[str]:
+    """The GPU of each rank, or the CPU."""
+    first = _device(config.training.device)
+    if first == "cpu":
+        return [first]
+    number = int(first.partition(":")[2])
+    return [f"cuda:{number + rank}" for rank in range(config.training.ranks)]
 
 
 def _rest(config: Config, sizes: Sizes, limit: int) -> list[MemoryUse]:

@@ -1,14 +1,15 @@
 """Configurations by name: how each differs from the plain defaults.
 
-``laptop`` is the default of ``train``, ``paper-14b`` that of ``simulate``, ``compare`` and ``plan``. The paper's
-settings are for 64 GPUs, or 128 with ``-128`` in the name; to train with them takes such a cluster and model folders of
-these names. ``gsm8k-smollm`` needs a path: ``data.source=.../train.jsonl``.
+``laptop`` is the default of ``train``, ``agent`` its twin of several turns; ``paper-14b`` is the default of
+``simulate``, ``compare`` and ``plan``. The paper's settings are for 64 GPUs, or 128 with ``-128`` in the name; to train
+with them takes such a cluster and model folders of these names. ``gsm8k-smollm`` needs a path:
+``data.source=.../train.jsonl``.
 """
 
 from typing import Any
 
 from staleflow.config.cluster import COEFFICIENTS
-from staleflow.tasks.options import ADDER, SMOLLM
+from staleflow.tasks.options import ADDER, CALCULATOR, SMOLLM
 
 Tree = dict[str, Any]
 PLAIN = "plain"
@@ -113,6 +114,19 @@ PRESETS: dict[str, Tree] = {
         "evaluation": {"every": 5, "problems": 512},
         # About as measured on two cores (docs/results).
         "cluster": {"mean_tokens": 23, "trainer_fixed_s": 0.17, "trainer_per_token_gpu_s": 5e-5, "reward_s": 0.03},
+    },
+    "agent": {
+        "model": CALCULATOR,
+        "steps": 40,
+        "staleness": 2,
+        "groups": 32,
+        "group_size": 8,
+        "data": {"source": CALCULATOR, "chat": True, "max_prompt_tokens": 16},
+        "environment": {"play": CALCULATOR, "max_turns": 8, "max_given": 48},
+        "rollout": {"instances": 2, "max_tokens": 72, "max_running": 128, "kv_tokens": 20_480},
+        "strategies": {"headroom": 120},
+        "training": {"loss": "dapo", "learning_rate": 5e-4, "warmup_steps": 5},
+        "evaluation": {"every": 5, "problems": 256},
     },
     "arithmetic-smollm": {
         "model": SMOLLM,

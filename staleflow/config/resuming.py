@@ -5,8 +5,11 @@ from typing import Any
 from staleflow.config.convert import leaves, to_tree
 from staleflow.config.schema import Config
 
-FREE = ("runs", "cache", "steps", "stop_at", "samples", "rollout.instances")
-FREE_SECTIONS = ("processes", "evaluation", "checkpoints", "cluster")
+FREE = (
+    "runs", "cache", "steps", "stop_at", "samples", "track", "track_arguments", "runtime",
+    "rollout.instances", "training.ranks",
+)  # fmt: skip
+FREE_SECTIONS = ("processes", "evaluation", "checkpoints", "ray", "cluster")
 
 
 def fixed_settings(config: Config) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from staleflow.config import cluster
 from staleflow.config.schema import Config
 from staleflow.errors import ConfigError
 from staleflow.tasks.adder import VOCABULARY
-from staleflow.tasks.options import ADDER, GYM
+from staleflow.tasks.options import ADDER, CALCULATOR, GYM
 from staleflow.training.options import ADVANTAGES
 
 
@@ -22,11 +22,12 @@ def refuse_values(config: Config) -> None:
 def problems(config: Config) -> Iterator[str]:
     yield from cluster.problems(config)
     rollout, training, headroom = config.rollout, config.training, config.strategies.headroom
-    longest = config.longest_prompt + rollout.max_tokens
+    longest = config.longest_prompt + config.longest_response
+    given = f", environment.max_given={config.environment.max_given}" if config.environment.play else ""
     if rollout.kv_tokens < longest + headroom:
         yield (
             f"rollout.kv_tokens={rollout.kv_tokens} cannot hold a prompt of {config.longest_prompt} tokens, a response "
-            f"of rollout.max_tokens={rollout.max_tokens} and strategies.headroom={headroom}: give "
+            f"of rollout.max_tokens={rollout.max_tokens}{given} and strategies.headroom={headroom}: give "
             f"{longest + headroom} or more"
         )
     if rollout.max_running > rollout.kv_tokens:
@@ -61,6 +62,16 @@ def mismatches(config: Config, vocabulary: int) -> Iterator[str]:
         yield "data.chat=true, but data.source=adder has no text to chat with: leave it out, or give data.source"
     if config.model == ADDER and data.source != ADDER:
         yield f"model=adder knows nothing but its own task, not data.source={data.source}: give a model"
+    if config.model == CALCULATOR and data.source != CALCULATOR:
+        yield f"model=calculator knows nothing but its own task, not data.source={data.source}: give a model"
+    if config.environment.play == CALCULATOR and data.source != CALCULATOR:
+        yield f"environment.play=calculator plays its own task, not data.source={data.source}: give another"
+    if config.environment.play is not None:
+        if not data.chat:
+            yield "environment.play is given, and its conversations need a chat template: give data.chat=true"
+        return
+    if data.source == CALCULATOR:
+        yield "data.source=calculator is played, and not only answered: give environment.play=calculator"
     if ADDER in config.reward.functions and data.source != ADDER:
         yield f"reward.function=adder cannot score data.source={data.source}: give a reward such as last-number"
     if "reasoning-gym" in config.reward.functions and not data.source.startswith(GYM):

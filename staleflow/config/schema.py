@@ -13,13 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from staleflow.agents.options import Environment
 from staleflow.config.cluster import ClusterOptions
 from staleflow.config.machine import cache_folder
+from staleflow.config.ray import RayOptions
+from staleflow.config.tracking import TRACKERS
 from staleflow.coordinator.strategies import Strategies
 from staleflow.reward.options import Reward
 from staleflow.rollout.options import Drawing, EngineOptions, Rollout, Sampling
 from staleflow.servers.filters import FILTERS
-from staleflow.settings import Amount, Count, Form, Positive, Range, Section, Whole
+from staleflow.settings import Amount, Count, Form, Positive, Range, Section, Whole, several, short_name
 from staleflow.tasks.options import ADDER, Data
 from staleflow.training.options import TrainerOptions, Training
 
@@ -101,8 +104,8 @@ class Processes(Section):
 @dataclass(frozen=True, slots=True)
 class Config(Section):
     model: str = ADDER
-    """``adder`` (the embedded small model), ``smollm2-135m``, a folder in Hugging Face format, or ``OWNER/NAME`` of a
-    model on the Hugging Face hub."""
+    """``adder`` or ``calculator`` (the embedded small models), ``smollm2-135m``, a folder in Hugging Face format, or
+    ``OWNER/NAME`` of a model on the Hugging Face hub."""
     seed: Whole = 0
     """Of the order of the data, of the responses, and of the embedded model."""
     steps: Count = 60
@@ -125,20 +128,29 @@ class Config(Section):
     stop_at: float | None = None
     """Value of ``evaluation.figure``, by default the mean reward on held-out problems, at which the run ends before its
     last step; null: it does not."""
+    track: Annotated[str | tuple[str, ...], TRACKERS] = ()
+    """Where else the figures of each step go: ``tensorboard``, ``wandb``, ``trackio``, ``prometheus``,
+    ``module:Class``, or a list of these."""
+    track_arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Passed to the tracker, such as ``{project: mine, mode: offline}``. Of several: by the name of each."""
     samples: Whole = 4
     """Responses of each step that are kept, with prompts and rewards, in ``samples.jsonl``."""
     runs: str = "runs"
     """The folder of run directories."""
     cache: str = field(default_factory=cache_folder)
     """The folder of models that are made or converted once."""
+    runtime: Literal["local", "ray"] = "local"
+    """Where the processes of a run are: ``local``, on this machine, or ``ray``, on the nodes of a Ray cluster."""
     data: Data = field(default_factory=Data)
     reward: Reward = field(default_factory=Reward)
+    environment: Environment = field(default_factory=Environment)
     rollout: Rollout = field(default_factory=Rollout)
     training: Training = field(default_factory=Training)
     strategies: Strategies = field(default_factory=Strategies)
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     processes: Processes = field(default_factory=Processes)
+    ray: RayOptions = field(default_factory=RayOptions)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
 
     @property
@@ -147,9 +159,18 @@ class Config(Section):
         return self.group_size + self.extra_members
 
     @property
+    def trackers(self) -> tuple[str, ...]:
+        return (self.track,) if isinstance(self.track, str) else self.track
+
+    @property
     def longest_prompt(self) -> int:
         """Tokens that a prompt may have."""
         return self.data.longest_prompt
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens that can follow a prompt: those made, and those given by an environment."""
+        return self.rollout.max_tokens + (self.environment.max_given if self.environment.play else 0)
 
     def contradictions(self) -> Iterator[str]:
         if self.redundancy >= self.groups:
@@ -170,6 +191,8 @@ class Config(Section):
         figures = ("reward", *(self.reward.names if len(self.reward.names) > 1 else ()))
         if not self.evaluation.figure.startswith("pass@") and self.evaluation.figure not in figures:
             yield f"evaluation.figure={self.evaluation.figure} is unknown: give {', '.join(figures)} or pass@K"
+        trackers = [short_name(each) for each in self.trackers]
+        yield from several("track", trackers, self.track_arguments, "track_arguments")
         if self.filter == "no-signal" and self.group_size == 1:
             yield "filter=no-signal drops every group of one: give group_size=2 or more, or filter=none"
 

@@ -12,9 +12,11 @@ from staleflow.config.schema import Config
 from staleflow.errors import ConfigError
 from staleflow.model_json import read_json, unsupported
 from staleflow.rollout.shapes import SHAPES
+from staleflow.tasks import calculator
 from staleflow.tasks.adder import VOCABULARY, Shape
+from staleflow.tasks.calculator import SHAPE
 from staleflow.tasks.hub import hub_folder
-from staleflow.tasks.options import ADDER, SMOLLM, is_hub_name
+from staleflow.tasks.options import CALCULATOR, EMBEDDED, SMOLLM, is_hub_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +70,19 @@ class Sizes:
 
 
 def sizes_of(config: Config) -> Sizes:
-    if config.model == ADDER:
-        shape = Shape()
+    if config.model in EMBEDDED:
+        shape, words = (SHAPE, calculator.VOCABULARY) if config.model == CALCULATOR else (Shape(), VOCABULARY)
         head = shape.hidden // shape.heads
         widths = (shape.layers, shape.hidden, shape.intermediate, shape.heads, shape.heads, head)
-        return Sizes(*widths, len(VOCABULARY), shape.positions, tied=False, family="llama")
+        return Sizes(*widths, len(words), shape.positions, tied=False, family="llama")
     if config.model == SMOLLM:
         return read_sizes("smollm2-135m", SHAPES["smollm-135m"])
     hub = is_hub_name(config.model)
     path = (hub_folder(config.model, weights=False) if hub else Path(config.model)) / "config.json"
     if not path.parent.is_dir():
         raise ConfigError(
-            f"model={config.model}: no such folder: give adder, smollm2-135m, a folder in Hugging Face format, or "
-            "OWNER/NAME of a model on the Hugging Face hub"
+            f"model={config.model}: no such folder: give adder, calculator, smollm2-135m, a folder in Hugging Face "
+            "format, or OWNER/NAME of a model on the Hugging Face hub"
         )
     if not path.is_file():
         raise ConfigError(f"model={config.model}: the folder has no config.json: give one in Hugging Face format")

@@ -14,6 +14,7 @@ emptied is not filled up with fresh work before the moved trajectory has arrived
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -36,26 +37,52 @@ def level(situation: Situation, strategies: Strategies, pulls: Sequence[Pull]) -
         if taking_part[resident.instance]:
             movable.setdefault(resident.instance, []).append(resident)
     rows = np.flatnonzero(taking_part)
+    contexts: dict[int, int] = dict(zip(rows.tolist(), fleet.context[rows].tolist(), strict=True))
+    fullest, emptiest = _Ranking(contexts, -1), _Ranking(contexts, 1)
+    total = sum(contexts.values())
     interrupts: list[Interrupt] = []
-    while len(rows) > 1 and len(interrupts) < MOST_MOVES:
-        contexts = fleet.context[rows]
-        source, target = int(rows[contexts.argmax()]), int(rows[contexts.argmin()])
-        gap = int(fleet.context[source] - fleet.context[target])
-        if gap <= NEARLY * contexts.mean():
+    while len(contexts) > 1 and len(interrupts) < MOST_MOVES:
+        source, target = fullest.first(), emptiest.first()
+        gap = contexts[source] - contexts[target]
+        if gap <= NEARLY * (total / len(contexts)):
             break
         resident = _halving(movable.get(source, []), gap)
         if resident is None:
-            rows = rows[rows != source]
+            total -= contexts.pop(source)
         elif fleet.kv_free[target] < resident.context + strategies.headroom or (
             fleet.running[target] >= fleet.max_running[target]
         ):
-            rows = rows[rows != target]
+            total -= contexts.pop(target)
         else:
             movable[source].remove(resident)
             fleet.remove(source, resident.context)
             fleet.place(target, resident.context, strategies.headroom)
             interrupts.append(Interrupt(resident.trajectory, fleet.names[source], "levelling"))
+            for row in (source, target):
+                contexts[row] = int(fleet.context[row])
+                fullest.changed(row)
+                emptiest.changed(row)
     return interrupts, fleet
+
+
+class _Ranking:
+    """Rows by their context, of which few change: with thousands of instances, looking at all of them for each move
+    would take most of the decision. Among equals the first row."""
+
+    def __init__(self, contexts: dict[int, int], sign: int) -> None:
+        self._contexts, self._sign = contexts, sign
+        self._heap = [(sign * context, row) for row, context in contexts.items()]
+        heapify(self._heap)
+
+    def first(self) -> int:
+        while True:
+            key, row = self._heap[0]
+            if self._contexts.get(row) == self._sign * key:
+                return row
+            heappop(self._heap)  # it has left, or has another context since
+
+    def changed(self, row: int) -> None:
+        heappush(self._heap, (self._sign * self._contexts[row], row))
 
 
 def _halving(residents: Sequence[Resident], gap: int) -> Resident | None:

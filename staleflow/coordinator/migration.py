@@ -28,6 +28,8 @@ from staleflow.coordinator.strategies import Strategies
 
 MOST_MOVES = 4
 """Blockers moved in one call: each move changes what the next would gain, and the next call will see it."""
+MOST_RELIEVED = 512
+"""Trajectories without memory that one call moves: for each it looks at all instances."""
 
 
 def gain(situation: Situation, strategies: Strategies) -> list[Interrupt]:
@@ -48,12 +50,13 @@ def off(situation: Situation, strategies: Strategies) -> list[Interrupt]:  # noq
 
 def _relieve(situation: Situation, strategies: Strategies, fleet: Fleet) -> list[Interrupt]:
     interrupts: list[Interrupt] = []
-    if not (fleet.alive & (fleet.waiting == 0)).any():
-        return interrupts
+    most_free = fleet.kv_free[fleet.alive & (fleet.waiting == 0)].max(initial=-1)
     excess = fleet.waiting.copy()
     for resident in situation.thrashing:
         source = resident.instance
         if excess[source] <= 0 or resident.moves >= strategies.max_moves:
+            continue
+        if resident.context + strategies.headroom > most_free or len(interrupts) >= MOST_RELIEVED:
             continue
         targets = _targets(fleet, resident, strategies.headroom)
         if not len(targets):

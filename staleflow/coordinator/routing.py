@@ -8,7 +8,12 @@ Whatever rule picks the instance, every route keeps these promises:
 3. a fresh group starts only on a version with room, and uses up one place; its other members then count as reserved;
 4. the queue is served in order, and what cannot be placed does not stop what can;
 5. the oldest reserved trajectory for which no instance has memory or a slot claims the eligible instance with the most
-   free memory, which takes no younger work in this call: short work cannot starve a long trajectory.
+   free memory, which takes no younger work in this call: short work cannot starve a long trajectory;
+6. there are no more than ``MOST_ROUTES`` in one call.
+
+Where environments play, memory is kept for contexts that will come back to an instance that is at work: a fresh group
+does not take it. ``waterfall`` also counts the prefill that a turn saves where its last one was; the price is spread
+over the tokens of a turn, so an instance that is fuller than others loses its own episodes to them.
 
 The rules: ``waterfall`` takes the largest marginal gain for what is fresh and the fastest instance for what is
 reserved, ``least_loaded`` the fewest running, ``round_robin`` the instance that was not used for longest.
@@ -28,6 +33,8 @@ from staleflow.coordinator.crowding import least_gain
 from staleflow.coordinator.situation import Fleet, Floats, Queued, Route, Situation
 from staleflow.coordinator.strategies import Strategies
 
+MOST_ROUTES = 1024
+"""Routes of one call: with thousands of instances each costs ten microseconds and more, and the next call continues."""
 FEW = 16
 """Up to here Python's own loop over the instances is faster than calling numpy."""
 
@@ -216,6 +223,12 @@ class _Filling:
         self.queue = situation.queue if fleet.names else []
         self.rows, self.headroom, self.rule = rows, headroom, rule
         self.room = dict(situation.room)
+        self.prefill_s = situation.cost.per_prefill_token / max(1.0, situation.turn_tokens)
+        """Of a token, for each token of a turn."""
+        kept = situation.returning
+        self.kept = [kept.get(name, 0) for name in fleet.names] if kept else []
+        """Memory that fresh groups leave free, by row."""
+        self.row_of: dict[str, int] = {}
         self.reserved: dict[str, int] = {}
         """The version that this call reserves a fresh group with."""
         self.closed = rows.closed()
@@ -226,7 +239,7 @@ class _Filling:
 
     def run(self) -> list[Route]:
         at = 0
-        while at < len(self.queue):
+        while at < len(self.queue) and len(self.routes) < MOST_ROUTES:
             item = self.queue[at]
             version = self.reserved.get(item.group) if item.version is None else item.version
             level = self.levels.get(version) or self._level(version)
@@ -268,6 +281,8 @@ class _Filling:
         if scores[row] == -inf:
             self._refuse(version, level, context)
             return False
+        if item.cached and not fresh:
+            row = self._home(item, scores, row)
         rows = self.rows
         rows.running[row] += 1
         rows.context[row] += context
@@ -282,12 +297,26 @@ class _Filling:
         self.routes.append(Route(item.trajectory, item.group, self.fleet.names[row], target))
         return True
 
+    def _home(self, item: Queued, scores: list[float] | Floats, best: int) -> int:
+        """Where its last turn was, if a step there, with the prefill that it saves, is no longer than on the best."""
+        if not self.row_of:
+            self.row_of = {name: row for row, name in enumerate(self.fleet.names)}
+        home = self.row_of.get(item.home, best)
+        if home == best or scores[home] == -inf or not isinstance(self.rule, _Gain):
+            return best
+        speed = self.rows.speed
+        saved = self.prefill_s * item.cached / speed[home]
+        return home if 1 / scores[home] - saved <= 1 / scores[best] else best
+
     def _score(self, row: int, context: int, level: _Level, least: float, fresh: bool) -> float:
         """-inf where it cannot go, or where it is not worth it for an instance of that speed."""
-        if level.closed[row] or self.rows.kv_free[row] < context + self.headroom:
+        if level.closed[row] or self.rows.kv_free[row] - self._kept(row, fresh) < context + self.headroom:
             return -inf
         score = self.rule.score(row, context, fresh)
         return score if score >= least * self.rows.speed[row] else -inf
+
+    def _kept(self, row: int, fresh: bool) -> int:
+        return self.kept[row] if fresh and self.kept and self.rows.running[row] else 0
 
     def _scores(self, level: _Level, context: int, fresh: bool) -> tuple[list[float] | Floats, float]:
         """The score of each row, and the least that is enough.
@@ -302,7 +331,10 @@ class _Filling:
         else:
             scores = self.rule.scores(context, fresh)
             np.putmask(scores, level.shut, -inf)
-            np.putmask(scores, self.fleet.kv_free < context + self.headroom, -inf)
+            free = self.fleet.kv_free
+            if fresh and self.kept:
+                free = free - np.where(self.fleet.running > 0, self.kept, 0)
+            np.putmask(scores, free < context + self.headroom, -inf)
             if least > -inf:
                 np.putmask(scores, scores < least * self.fleet.speed, -inf)
         self._scored = level, context, (scores, least)

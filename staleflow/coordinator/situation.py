@@ -88,6 +88,10 @@ class Queued(NamedTuple):
     """Tokens to be prefilled: prompt and what was generated so far."""
     version: int | None
     """The version its group is reserved with; None if the group is not reserved (fresh)."""
+    home: str = ""
+    """The instance of its last turn, if what was computed there may still be there."""
+    cached: int = 0
+    """Tokens of its context that need no prefill there."""
 
     @property
     def level(self) -> float:
@@ -157,6 +161,10 @@ class Situation:
     """Trajectories routed so far: where round robin continues."""
     mu: float | None = None
     """Waterfall: the least marginal gain that fits the run's own lengths; None: the configured one."""
+    turn_tokens: float = 0.0
+    """Where environments play: tokens that the model makes in a turn, on average."""
+    returning: dict[str, int] = field(default_factory=dict[str, int])
+    """By instance: context of episodes that had their last turn there and will come back from their environments."""
 
     @property
     def reserved(self) -> int:

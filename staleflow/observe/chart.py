@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import log10
+from math import ceil, log10
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 1200, 460
@@ -61,8 +61,8 @@ class _Axes:
         """Where the y axis is labelled."""
         if self.logarithmic:
             return [step for step in STEPS if self.bottom <= step <= self.top]
-        step = round_step(self.top / 7)
-        return [index * step for index in range(int(self.top / step) + 1)]
+        step = round_step((self.top - self.bottom) / 7)
+        return [index * step for index in range(ceil(self.bottom / step), int(self.top / step) + 1)]
 
 
 def chart(
@@ -72,12 +72,14 @@ def chart(
     limits: Sequence[tuple[str, float]] = (),
     logarithmic: bool = False,
 ) -> str:
-    """The chart's elements, for ``document`` or ``stacked``. Unless both axes are logarithmic, y starts at 0."""
+    """The chart's elements, for ``document`` or ``stacked``. Unless both axes are logarithmic, y has 0 on it."""
     points = [(x, y, error) for line in lines for x, y, error in (*line.points, *((x, y, 0) for x, y in line.dotted))]
     tops = [y + error for _, y, error in points] + [value for _, value in limits]
-    bottom = min(y for _, y, _ in points) / 1.2 if logarithmic else 0.0
+    lowest = min(y for _, y, _ in points)
+    bottom = lowest / 1.2 if logarithmic else min(0.0, 1.08 * lowest)
     at = sorted({x for x, _, _ in points})
-    axes = _Axes(at[0], at[-1], bottom, (1.2 if logarithmic else 1.08) * max(tops) or 1.0, logarithmic)
+    top = (1.2 if logarithmic else 1.08) * max(tops)
+    axes = _Axes(at[0], at[-1], bottom, top if top > bottom else bottom + 1.0, logarithmic)
     parts = [text(LEFT, 28, title, more=HEADING)]
     parts += _grid(axes, _ticks(at), x_name)
     for name, value in limits:

@@ -12,10 +12,12 @@ class Glyphs(NamedTuple):
     empty: str
     levels: str
     ellipsis: str
+    shades: str
+    """Of the parts of a whole, one after the other."""
 
 
-UNICODE = Glyphs("▏▎▍▌▋▊▉█", "·", "▁▂▃▄▅▆▇█", "…")
-ASCII = Glyphs("#", ".", "_.-=*#", "~")
+UNICODE = Glyphs("▏▎▍▌▋▊▉█", "·", "▁▂▃▄▅▆▇█", "…", "█▓▒░:")
+ASCII = Glyphs("#", ".", "_.-=*#", "~", "#=-:.")
 
 
 def number(value: float) -> str:
@@ -96,3 +98,17 @@ def spark(
         return glyphs.levels[round(place * top)]
 
     return "".join(level(value) if math.isfinite(value) else " " for value in values)
+
+
+def portions(values: Sequence[float], width: int) -> list[int]:
+    """The cells of each part of a bar of ``width``: all of them, and at least one for each part that is not 0."""
+    total = sum(values)
+    least = [1 if value > 0 and len(values) <= width else 0 for value in values]  # unless there are too few
+    if not total > 0 or not math.isfinite(total):
+        return [0] * len(values)
+    exact = [value / total * (width - sum(least)) for value in values]
+    cells = [one + math.floor(more) for one, more in zip(least, exact, strict=True)]
+    behind = sorted(range(len(values)), key=lambda at: exact[at] - math.floor(exact[at]), reverse=True)
+    for at in behind[: width - sum(cells)]:
+        cells[at] += 1
+    return cells

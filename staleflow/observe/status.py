@@ -24,6 +24,8 @@ class InstanceStatus:
     pulling: bool = False
     leaving: bool = False
     tokens_per_s: float = 0.0
+    tokens: int = 0
+    """Made so far."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,6 +201,11 @@ class StalenessLedger:
         due = self._schedule.in_flight[: self._schedule.blocked()]
         return _names(sorted(chain.from_iterable(due), key=_by_order))
 
+    def blocked(self) -> tuple[int, object]:
+        """How many groups ``blocking`` would name, and a mark: while it stays the same, none has joined them."""
+        schedule, due = self._schedule, self._schedule.blocked()
+        return sum(map(len, schedule.in_flight[:due])), (schedule.frontier, due, sum(schedule.joined[:due]))
+
     def view(self) -> list[StepView]:
         """The paper's buffers: every live group laid out into the steps from ``frontier`` on."""
         return lay_out(

@@ -47,6 +47,8 @@ class Schedule:
         self.in_flight: list[set[LiveGroup]] = [set() for _ in range(horizon)]
         self.complete: list[OrderedDict[int, LiveGroup]] = [OrderedDict() for _ in range(horizon)]
         """Complete groups of each deadline, by ``order`` and in that order."""
+        self.joined = [0] * horizon
+        """How often a group in flight was put in, by deadline."""
 
     def add(self, group: LiveGroup) -> None:
         """Put the group in; a complete one behind the others of its deadline."""
@@ -55,6 +57,7 @@ class Schedule:
             self.complete[index][group.order] = group
         else:
             self.in_flight[index].add(group)
+            self.joined[index] += 1
         self.size += 1
 
     def remove(self, group: LiveGroup) -> None:
@@ -189,4 +192,5 @@ class Schedule:
         leaving, entering = (0, len(self.in_flight)) if steps > 0 else (-1, 0)
         self.in_flight.insert(entering, self.in_flight.pop(leaving))
         self.complete.insert(entering, self.complete.pop(leaving))
+        self.joined.insert(entering, self.joined.pop(leaving))
         self.frontier += steps

@@ -21,10 +21,12 @@ SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|API_?KEY|AUTH|PRIVA
 """Never passed unless named, such as HF_TOKEN."""
 
 
-def environment(named: Sequence[str], given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables for a reward worker, from ``given`` or from this process."""
+def environment(
+    named: Sequence[str], given: Mapping[str, str] | None = None, setting: str = "reward.environment"
+) -> dict[str, str]:
+    """The variables for a worker, from ``given`` or from this process; ``setting`` has those that are ``named``."""
     given = os.environ if given is None else given
     if missing := [name for name in named if name not in given]:
-        raise RewardError(f"reward.environment names {missing[0]}, which is not set: export it, or leave it out")
+        raise RewardError(f"{setting} names {missing[0]}, which is not set: export it, or leave it out")
     passed = {name: value for name, value in given.items() if PASSED.fullmatch(name) and not SECRET.search(name)}
     return {"OMP_NUM_THREADS": "1"} | passed | {name: given[name] for name in named}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from staleflow.registry import Entry, Registry
-from staleflow.settings import Amount, Count, Positive, Section
+from staleflow.settings import Amount, Count, Positive, Section, several, short_name
 from staleflow.tasks.options import ADDER
 
 HTTP = ("http://", "https://")
@@ -60,7 +60,7 @@ class Reward(Section):
     @property
     def names(self) -> tuple[str, ...]:
         """By which each reward is reported: what follows the colon of its function."""
-        return tuple(each if each.startswith(HTTP) else each.rpartition(":")[2] for each in self.functions)
+        return tuple(short_name(each) for each in self.functions)
 
     @property
     def all_weights(self) -> tuple[float, ...]:
@@ -75,9 +75,6 @@ class Reward(Section):
                 yield f"function={each} has no host: give an address such as http://localhost:8000"
         if not self.functions:
             yield "function is an empty list: name at least one"
-        if len(set(self.names)) < len(self.names):
-            yield f"function has two of the same name ({', '.join(self.names)}): name different functions"
+        yield from several("function", self.names, self.arguments, "arguments")
         if self.weights and len(self.weights) != len(self.functions):
             yield f"weights are {len(self.weights)} for {len(self.functions)} functions: give one for each"
-        if len(self.functions) > 1 and (strangers := [name for name in self.arguments if name not in self.names]):
-            yield f"arguments has {strangers[0]}: with several functions, give them by name: {', '.join(self.names)}"

@@ -149,6 +149,8 @@ class RewardPool:
             self._dispatch()
 
     def lost(self, worker: Worker, why: str) -> None:
+        if worker in self._idle:  # or it would get the next responses, and nobody would notice that it does not answer
+            self._idle.remove(worker)
         self._change(self._replace(worker, why))
 
     # Within

@@ -55,9 +55,12 @@ class Listener(Protocol):
 
 
 def started(
-    command: Sequence[str], stderr: int | IO[bytes] | None, named: Sequence[str] = ()
+    command: Sequence[str],
+    stderr: int | IO[bytes] | None,
+    named: Sequence[str] = (),
+    setting: str = "reward.environment",
 ) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """A new process, and the connection to it. ``named``: further environment variables that it sees."""
+    """A new process, and the connection to it. ``named``: further variables that it sees, given by ``setting``."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -65,8 +68,8 @@ def started(
             stdin=theirs.fileno(),
             stdout=theirs.fileno(),
             stderr=stderr,
-            env=environment(named),
-            start_new_session=True,  # so that what the reward function starts can be killed with it
+            env=environment(named, setting=setting),
+            start_new_session=True,  # so that what it starts can be killed with it
         )
     return ours, process
 

@@ -4,12 +4,12 @@ Few rows are decoded by one persistent kernel (``few.py``) where that is faster:
 run on its first step, and the kernel is taken if its logits are the same up to rounding and it takes less time.
 
 A graph is recorded once for each size of batch (rounded up) and width of page tables, and then replayed: a step costs
-the CPU one launch. Rows that are only there to fill the batch up write to the null page. The graph keeps its own last
-tokens on the device, so the next step can be launched with ``tokens=None`` before anyone has read them. ::
+the CPU one launch. Rows that are only there to fill the batch up write to the null page. The last tokens stay on the
+device, so the next step can be launched before anyone has read them, with all its rows or some. ::
 
     graphs = DecodeGraphs(model, attention)
     flight = graphs.launch(tokens, positions, tables, uniforms, temperatures)
-    following = graphs.launch(None, positions + 1, tables, uniforms, temperatures)
+    following = graphs.launch(drawn_in(places), positions + 1, tables, uniforms, temperatures)
     tokens, logprobs = flight.collect()
 """
 
@@ -32,8 +32,6 @@ Floats = npt.NDArray[np.float64]
 TRIALS, DIFFERENCE = 8, 0.15
 """Replays that are timed; the distance of logits, relative to their size, above which one of two ways is wrong.
 Rounding to bfloat16 in another order makes 0.03 to 0.05 on 24 to 28 layers with random weights."""
-FROM_DEVICE = -1
-"""In place of a token: the one that the last step drew in this row."""
 
 
 class _Spans(NamedTuple):
@@ -158,22 +156,30 @@ class DecodeGraphs:
         """One is filled while the device may still read the other."""
         self._turn = 0
 
+    def prepare(self) -> None:
+        """Record all sizes of batches with short contexts, which come first. Only the null page is written."""
+        width, most = width_for(1), len(self._last)
+        for rows in sorted({rows_for(count) for count in range(1, most + 1)}):
+            self._ints.zero_()
+            self._ints[2 * rows : 2 * rows + rows * width] = self._attention.null_page
+            self._record(rows, width)
+
     def launch(
         self,
-        tokens: Ints | None,
+        tokens: Ints,
         positions: Ints,
         tables: Ints,
         uniforms: Floats,
         temperatures: npt.NDArray[np.float32],
     ) -> Flight:
-        """Start a step. ``tokens=None``: continue with what the last step drew, in the same order of rows."""
+        """Start a step. Tokens made by ``rows.drawn_in`` are those that the last step drew."""
         count = len(positions)
         rows, width = rows_for(count), width_for(tables.shape[1])
         staging = self._staged[self._turn]
         self._turn = 1 - self._turn
         staging.free.synchronize()  # the step before the last has read it
         ints, floats = staging.ints.numpy(), staging.floats.numpy()
-        ints[:count] = FROM_DEVICE if tokens is None else tokens
+        ints[:count] = tokens
         ints[count:rows] = 0
         ints[rows : rows + count] = positions
         ints[rows + count : 2 * rows] = 0
@@ -261,7 +267,7 @@ class DecodeGraphs:
         if self._few is not None and polled is not None:
             logits = self._few.decode(given, last, positions, tables, polled)
         else:
-            tokens = torch.where(given == FROM_DEVICE, last, given.long())
+            tokens = torch.where(given < 0, self._last[(-1 - given).clamp_min(0)], given.long())
             logits = decode(self._model, self._attention, tokens, positions, tables)
         uniforms, temperatures = self._floats[:rows], self._floats[rows : 2 * rows]
         logprobs = kernels.pick(logits, temperatures, uniforms, last)

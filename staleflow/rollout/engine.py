@@ -38,7 +38,8 @@ class Request:
     epoch: int
     prompt: Sequence[int]
     tokens: Sequence[int] = ()
-    """Tokens generated before, on any engine, with their log-probabilities and version spans."""
+    """Tokens generated before, on any engine, or given, with their log-probabilities and version spans. The limit in
+    ``sampling`` counts those that were generated."""
     logprobs: Sequence[float] = ()
     spans: Spans = ()
     group: str | None = None

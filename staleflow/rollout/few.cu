@@ -33,7 +33,7 @@ struct Decoding : Attention {
     if (warp == 0) {
       if (lane < ROWS) {
         int token = lane < step.rows ? step.given[lane] : 0;
-        s.tokens[lane] = token < 0 ? (int)step.last[lane] : token;
+        s.tokens[lane] = token < 0 ? (int)step.last[-1 - token] : token;
       }
       plan();
     }

@@ -201,7 +201,7 @@ class FewRows:
         return fits(self._config, self._dtype, self._page, rows)
 
     def decode(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, polled: bool = True) -> Tensor:
-        """Logits of one token of each row: the given one, or where that is negative the last.
+        """Logits of one token of each row: the given one, or for -1 - n the last one of row n.
 
         They are good until the next call. Blocks wait for each other by looking at values (``polled``) or at barriers.
         """

@@ -54,7 +54,7 @@ struct Layer {
 struct Step {
   const Layer* layers;
   const u16 *embedding, *norm, *head, *cos, *sin;
-  const int *given, *positions, *tables;  // a given token below 0: the last one that was drawn
+  const int *given, *positions, *tables;  // a given token -1 - n: the one that was drawn last in row n
   const i64* last;
   u16 *x, *qkv, *attended, *gated, *logits;  // x is four of its kind, the next two are two
   float *parts, *sums;                       // parts is two of its kind

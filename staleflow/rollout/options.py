@@ -22,7 +22,7 @@ ENGINES = Registry(
     {
         "builtin": Entry("staleflow.rollout.builtin:make"),
         "vllm": Entry(
-            "staleflow.rollout.vllm:make",
+            "staleflow.rollout.vllm.start:make",
             needs="vllm",
             arguments=True,
             install="pip install 'staleflow[vllm]', or as docs/engine.md says for CPUs",
@@ -121,6 +121,22 @@ class Rollout(Drawing, Ending, Engines):
 
     def contradictions(self) -> Iterator[str]:
         yield from Ending.contradictions(self)
+        if self.engine.startswith(("http://", "https://")):
+            yield (
+                f"engine={self.engine}: a server can only evaluate, because it neither says which version made a token "
+                f"nor returns a response that is interrupted: give builtin or vllm, or use staleflow evaluate --server "
+                f"{self.engine}"
+            )
+        if self.engine == "vllm" and self.device == "cpu" and "speculative_config" in self.engine_arguments:
+            yield (
+                "engine_arguments.speculative_config: vLLM for CPUs speculates with a temperature that it does not "
+                "set, so that only greedy tokens are right: leave it out, or give rollout.device=cuda"
+            )
+        if self.engine == "vllm" and self.device.partition(":")[2].strip("0"):
+            yield (
+                f"device={self.device}: vLLM always uses the first GPU that it sees: give cuda, and choose the GPU by "
+                f"CUDA_VISIBLE_DEVICES={self.device.partition(':')[2]}"
+            )
         if self.temperature == 0:
             yield "temperature=0 gives every member of a group the same response: give a number above 0, such as 1"
         for name, all_tokens in (("top_p", 1), ("top_k", 0), ("min_p", 0)):

@@ -6,6 +6,7 @@ problem = refused(request, engine_holds, vocabulary=32_000, capacity=4096, decod
 from collections.abc import Container
 
 from staleflow.rollout.engine import Request
+from staleflow.types import made_count
 
 
 def refused(request: Request, here: Container[str], vocabulary: int, capacity: int, decodes_text: bool) -> str | None:
@@ -34,6 +35,6 @@ def refused(request: Request, here: Container[str], vocabulary: int, capacity: i
             f"request {request.name} resumes with {len(request.tokens)} tokens, {len(request.logprobs)} "
             f"log-probabilities and spans of {counted}: give one of each per token"
         )
-    if len(request.tokens) >= request.sampling.max_tokens:
+    if made_count(request.spans) >= request.sampling.max_tokens:
         return f"request {request.name} already has its {request.sampling.max_tokens} tokens: raise max_tokens"
     return None

@@ -16,6 +16,11 @@ from staleflow.rollout.sequence import NO_ROW, Sequence
 Ints = npt.NDArray[np.int64]
 
 
+def drawn_in(places: Ints) -> Ints:
+    """In place of tokens that are not known yet: those that the step before draws in these of its places."""
+    return -1 - places
+
+
 class Rows:
     def __init__(self, count: int, null_page: int) -> None:
         self.null_page = null_page
@@ -25,7 +30,7 @@ class Rows:
         """Position of the token to run next."""
         self.token: Ints = np.zeros(count, np.int64)
         self.drawn: Ints = np.zeros(count, np.int64)
-        """Tokens generated so far: the counter of the row's random numbers."""
+        """Tokens drawn so far: the counter of the row's random numbers."""
         self.seed = np.zeros(count, np.uint64)
         self.temperature = np.ones(count, np.float32)
         self.top_p = np.ones(count, np.float64)
@@ -60,7 +65,7 @@ class Rows:
         row = sequence.row
         self.token[row] = sequence.tokens[-1]
         self.position[row] = len(sequence.tokens) - 1
-        self.drawn[row] = sequence.generated
+        self.drawn[row] = sequence.made
 
     def add_page(self, sequence: Sequence, page: int) -> None:
         self._widen(len(sequence.pages) + 1)

@@ -3,7 +3,10 @@
 Waiting sequences are admitted in order, as rows and pages allow; an admitted one has pages for all its tokens. Running
 ones never wait for admission. When a decoding sequence needs a page and none is left, the most recently admitted
 sequence gives way: it returns to the head of the queue and is prefilled again later, from the cache where possible.
-While a group's prompt is being prefilled, its other members wait for it and then share its pages. ::
+While a group's prompt is being prefilled, its other members wait for it and then share its pages.
+
+Where a step with prefill costs much more than one without (``patience``), waiting sequences are gathered and join
+together: as soon as what they would have decoded meanwhile is worth that cost. ::
 
     scheduler.waiting.append(sequence)
     plan = scheduler.plan()
@@ -11,6 +14,7 @@ While a group's prompt is being prefilled, its other members wait for it and the
     scheduler.computed(plan)
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -47,6 +51,8 @@ class StepPlan:
     """Pages to copy (from, to), all read before any is written, and before the step writes anything."""
     exhausted: list[Sequence] = field(default_factory=list[Sequence])
     """Sequences that fill the whole memory and cannot continue; they have been released."""
+    stayed: Ints | None = None
+    """Of a plan that follows another: where each of its sequences was in that one. None: nobody left."""
 
 
 class Scheduler:
@@ -65,6 +71,10 @@ class Scheduler:
         """Tokens that were prefilled."""
         self.reused = 0
         """Tokens that needed no prefill because their pages were still there."""
+        self.patience = 0.0
+        """What a step with prefill costs, in steps without."""
+        self._missed = 0.0
+        """Of the steps since somebody waits, the share that those who wait would have had."""
         self._leaders: dict[str, Sequence] = {}
         """By group: the sequence that prefills the prompt."""
         self._decoding: list[Sequence] = []
@@ -80,21 +90,30 @@ class Scheduler:
         budget = self.prefill_tokens
         for sequence in self._prefilling:
             budget = self._prefill(plan, sequence, budget)
-        if self.waiting and budget:
+        if budget and (self._prefilling or self._joining()):
             self._admit(plan, budget)
+            if not plan.prefill:
+                self._missed = 0.0
             if self._changed:  # one whose prefix is all there decodes at once
                 self._sort()
                 plan.decode, plan.order = self._decoding, self._order
         return plan
 
     def following(self) -> StepPlan | None:
-        """The plan after one that only decodes, made before its tokens are known; None if it cannot be known yet."""
+        """The plan after one that only decodes, made before its tokens are known: with the same sequences, except those
+        that have left since. None if it cannot be known yet, because others may join."""
+        if self._prefilling or self._joining():
+            return None
+        stayed = None
+        if self._changed:
+            stayed = np.array([at for at, each in enumerate(self._decoding) if each.row != NO_ROW], np.int64)
+            self._decoding, self._order = [self._decoding[at] for at in stayed], self._order[stayed]
+            self._changed = False
         position = self.rows.position[self._order]
-        more = int(np.count_nonzero(position % self.pool.page_size == 0))
-        if self.waiting or self._prefilling or self._changed or more > self.pool.available:
+        if not len(position) or np.count_nonzero(position % self.pool.page_size == 0) > self.pool.available:
             return None
         self._grow()
-        return StepPlan(self._decoding, self._order)
+        return StepPlan(self._decoding, self._order, stayed=stayed)
 
     def undo_following(self) -> None:
         """Forget that such a plan ran: what it computed is computed again."""
@@ -197,6 +216,17 @@ class Scheduler:
             if sequence.row >= 0:
                 self.rows.add_page(sequence, self.pool.allocate())
         return exhausted
+
+    def _joining(self) -> bool:
+        """Whether those who wait join in the next step; to be asked once for each."""
+        able = min(len(self.waiting), self.rows.free)
+        if not able:
+            self._missed = 0.0
+            return False
+        self._missed += able / (able + len(self.running))
+        if not self.running or self._missed > self.patience:
+            self._missed = math.inf  # until all have joined: members of a group follow the one that prefills
+        return self._missed == math.inf
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         skipped: list[Sequence] = []

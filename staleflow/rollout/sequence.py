@@ -21,6 +21,7 @@ class Sequence:
     __slots__ = (
         "_chain",
         "computed",
+        "given",
         "kv_version",
         "limit",
         "logprobs",
@@ -30,6 +31,7 @@ class Sequence:
         "request",
         "row",
         "seed",
+        "since",
         "spans",
         "stamped",
         "stops",
@@ -41,12 +43,14 @@ class Sequence:
         self.request = request
         self.prompt = len(request.prompt)
         self.tokens: list[int] = [*request.prompt, *request.tokens]
-        """The prompt and what was generated."""
+        """The prompt and what was generated, or given meanwhile."""
         self.logprobs: list[float] = list(request.logprobs)
         self.spans: list[tuple[int, int]] = list(request.spans)
         self.stamped = len(request.tokens)
         """Generated tokens that are in ``spans`` already."""
-        self.limit = self.prompt + sampling.max_tokens
+        self.given, self.since = _given(self.prompt, request.spans) if request.spans else (0, self.prompt)
+        """Tokens behind the prompt that were not drawn, and where the last of them is followed by others."""
+        self.limit = self.prompt + self.given + sampling.max_tokens
         self.stops = frozenset(sampling.stop_tokens)
         seed = sampling.seed
         if seed is None:
@@ -63,6 +67,11 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt
+
+    @property
+    def made(self) -> int:
+        """Tokens that were drawn, here or elsewhere."""
+        return len(self.tokens) - self.prompt - self.given
 
     @property
     def pending(self) -> int:
@@ -101,3 +110,13 @@ class Sequence:
         age = self.kv_version if self.pages else version
         request = self.request
         return Result(request.name, request.epoch, reason, self.tokens[self.prompt :], self.logprobs, spans, age)
+
+
+def _given(prompt: int, spans: Spans) -> tuple[int, int]:
+    """How many tokens were given, and the place after the last of them."""
+    given, at, since = 0, prompt, prompt
+    for version, count in spans:
+        at += count
+        if version < 0:
+            given, since = given + count, at
+    return given, since

@@ -39,7 +39,7 @@ class StopStrings:
         strings = sequence.request.sampling.stop_strings
         # A character takes four bytes at most and a token is at least one byte of text, unless it is a special one.
         longest = max(len(string.encode()) for string in strings) + 4
-        begin = max(sequence.prompt, len(sequence.tokens) - longest)
+        begin = max(sequence.since, len(sequence.tokens) - longest)
         before = self._decode(sequence.tokens[max(0, begin - BEFORE) : begin])
         text = self._decode(sequence.tokens[max(0, begin - BEFORE) :])[len(before) :]
         return any(string in text for string in strings)

@@ -9,4 +9,4 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "staleflow.rollout.vllm", "PullEngine")
+        WeightTransferEngineFactory.register_engine(BACKEND, "staleflow.rollout.vllm.weights", "PullEngine")

@@ -6,14 +6,19 @@
     runs/20261115-191400-laptop/
         config.yaml     everything that was asked for
         origin.json     what must be the same when it is resumed: settings, data, base model
+        environment.json    how it was started, and the versions of packages
         events.db       the journal, and events.db-payload/ with the tokens; events-N.db if attempt N began another
         metrics.jsonl   one line per step
         decisions.jsonl what the coordinator decided and on what; the latest of it, and decisions.1.jsonl before that
+        fleet.jsonl     what instances and trainer were doing, about once a second; and fleet.1.jsonl
         samples.jsonl   some prompts and responses of every step, with their rewards
         summary.json    the result
+        report.html     what ``staleflow report`` made of it
         profile.json    what engine steps took
         logs/           one file per process
         checkpoints/    step-000060/, ... in Hugging Face format
+        index.db        what ``staleflow dash`` has read of the journal; may be deleted; index.lock is its owner's
+        watched         touched by ``staleflow dash`` while somebody looks
         requests/       what ``staleflow scale`` asks of the run, while it waits for the answer
         lock            held by the process that runs it
 
@@ -49,10 +54,14 @@ class RunDirectory:
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
         self.summary = path / "summary.json"
+        self.environment = path / "environment.json"
+        self.report = path / "report.html"
         self.profile = path / "profile.json"
         self.metrics = path / "metrics.jsonl"
         self.decisions = path / "decisions.jsonl"
         self.samples = path / "samples.jsonl"
+        self.fleet = path / "fleet.jsonl"
+        self.watched = path / "watched"
         self.config_file = path / "config.yaml"
         self.requests = path / "requests"
 
@@ -74,13 +83,24 @@ class RunDirectory:
         return run
 
     @classmethod
+    def at(cls, path: Path, config: Config) -> RunDirectory:
+        """A new one with this path."""
+        try:
+            path.mkdir(mode=0o700, parents=True)
+            run = cls(path.resolve())
+            run.write_config(config)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be made ({error.strerror}): give a folder that does not exist") from None
+        return run
+
+    @classmethod
     def existing(cls, path: Path) -> tuple[RunDirectory, Config]:
         """The directory of a run that is to continue: a folder, or the name of one among ``runs``."""
         if not path.exists() and len(path.parts) == 1:
             path = Path(Config().runs) / path
         run = cls(path.resolve())
         if not run.config_file.is_file():
-            raise ConfigError(f"{path} is not a run directory: give one with a config.yaml, such as runs/latest")
+            raise ConfigError(f"{path} is not a run directory, it has no config.yaml: see staleflow runs")
         return run, load(str(run.config_file), [])
 
     def journal(self, number: int = 1) -> Path:
@@ -149,8 +169,9 @@ class RunDirectory:
             except OSError:
                 owner = os.pread(handle, 200, 0).decode(errors="replace") or "another process"
                 raise RunError(f"{self.path} is being run by {owner}: stop it first, or wait for its end") from None
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            with suppress(OSError):  # a full disk: then nobody can say who runs it
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
             yield self
         finally:
             os.close(handle)

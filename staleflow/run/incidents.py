@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 RARELY_S = 5.0
 """What happens again and again is shown no more often than this."""
-SHOWN = 3
+SHOWN = 12
+"""The latest, for a view with room for them."""
 
 
 class Incidents:

@@ -47,11 +47,12 @@ class Listed(msgspec.Struct):
 def listed(runs: Path) -> list[Listed]:
     """``latest`` is a link to one of them and not another."""
     folders = [each for each in runs.iterdir() if each.is_dir() and not each.is_symlink()] if runs.is_dir() else []
-    found = [_listed(each) for each in folders if (each / "config.yaml").is_file()]
+    found = [listed_run(each) for each in folders if (each / "config.yaml").is_file()]
     return sorted(found, key=lambda each: each.changed, reverse=True)
 
 
-def _listed(path: Path) -> Listed:
+def listed_run(path: Path) -> Listed:
+    """One of them."""
     run = RunDirectory(path.resolve())
     summary, rows = _summary(run), list[dict[str, Any]]()
     with suppress(OSError, StaleFlowError):
@@ -78,6 +79,12 @@ def _listed(path: Path) -> Listed:
     )
 
 
+def state_of(run: RunDirectory, made: int, steps: int) -> State:
+    """Of a run that has ``made`` these of its ``steps``."""
+    summary = _summary(run)
+    return _state(run, summary, max(made, int(summary.get("steps") or 0)), steps)
+
+
 def _state(run: RunDirectory, summary: dict[str, Any], step: int, steps: int) -> State:
     if run.running:
         return "running"
@@ -96,8 +103,10 @@ def _summary(run: RunDirectory) -> dict[str, Any]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """What is removed while we look does not count."""
+    """What is removed while we look does not count, nor what ``staleflow dash`` leaves, which only looks."""
     for each in path.rglob("*"):
         with suppress(OSError):
+            if each.name.startswith("index.") or each.name == "watched":
+                continue
             if each.is_file() and not each.is_symlink() and each.stat():
                 yield each

@@ -28,6 +28,7 @@ from staleflow.run.shared import left_behind
 from staleflow.run.state import STATE, unpack_state, version_in
 from staleflow.servers.database import DamagedError, JournalError
 from staleflow.servers.durable import DurableJournal
+from staleflow.servers.episodes import EpisodeServer
 from staleflow.servers.payloads import Limits, Payloads
 from staleflow.servers.state import recover
 from staleflow.servers.trajectories import TrajectoryServer
@@ -131,10 +132,12 @@ def _rewound(config: Config, directory: RunDirectory, task: TaskSet, checkpoint:
 def _opened(config: Config, directory: RunDirectory, task: TaskSet, number: int) -> Opened:
     """The state in the journal of this number; an empty one if it is new."""
     memory = trajectory_bytes(config, free_memory())
-    payloads = Payloads(Limits(config.rollout.max_tokens, task.max_prompt_tokens, task.vocab_size, memory))
+    given = config.longest_response - config.rollout.max_tokens
+    payloads = Payloads(Limits(config.rollout.max_tokens, task.max_prompt_tokens, task.vocab_size, memory, given))
     ledger = StalenessLedger(config.groups, config.staleness, config.redundancy)
     journal = DurableJournal(directory.journal(number), lazy_s=LAZY_S)
-    server = TrajectoryServer(ledger, config.group_size, config.extra_members, journal, payloads)
+    kind = EpisodeServer if config.environment.play else TrajectoryServer
+    server = kind(ledger, config.group_size, config.extra_members, journal, payloads)
     kept = JournalledRecord(Record(config.staleness), server.note)
     server.keeps_steps = True
     server.beside = lambda: kept.record.to_bytes()

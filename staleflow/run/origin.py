@@ -18,7 +18,7 @@ from staleflow.config.resuming import fixed_settings
 from staleflow.errors import RunError
 from staleflow.files import write_whole
 from staleflow.run.directory import RunDirectory
-from staleflow.tasks.options import ADDER, SMOLLM
+from staleflow.tasks.options import EMBEDDED, SMOLLM
 
 ORIGIN = "origin.json"
 WHOLE = 1 << 24
@@ -81,7 +81,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
 
 def _model(config: Config, folder: Path) -> dict[str, str]:
     """By file, what it is. Models that are made here by a recipe have it in their names."""
-    if config.model in (ADDER, SMOLLM):
+    if config.model in (*EMBEDDED, SMOLLM):
         return {folder.name: ""}
     files = [*folder.glob("*.safetensors"), folder / "config.json", folder / "tokenizer.json"]
     return {file.name: _fingerprint(file) for file in sorted(files) if file.is_file()}

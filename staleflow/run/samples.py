@@ -14,6 +14,7 @@ so a run never has more than 64 MiB of them. On a full disk none are kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
@@ -22,14 +23,12 @@ import msgspec
 import numpy as np
 
 from staleflow.observe.metrics import MetricsLog
-from staleflow.run.decisions import older, read_lines
+from staleflow.run.bounded_log import MOST_BYTES, older, read_lines
 from staleflow.servers.lifecycle import TRAINED, Group, Trajectory
 from staleflow.tasks.opening import TaskSet
 from staleflow.tasks.task import Prompt
 from staleflow.types import TOKEN, Spans
 
-MOST_BYTES = 32 * 2**20
-"""Of one of the two files."""
 MOST_TEXT = 16_384
 """Characters of a prompt or a response."""
 
@@ -48,6 +47,8 @@ class Sample(msgspec.Struct):
     """Runs of tokens made under one version: (version, count)."""
     tokens: int
     cut: bool
+    ends: tuple[int, ...] = ()
+    """Characters of the response at the end of each of ``versions``."""
 
 
 class _Scored(NamedTuple):
@@ -117,17 +118,19 @@ class Samples:
         return facts
 
     def _sample(self, step: int, member: Trajectory, scored: _Scored) -> Sample:
-        task = self._task
+        task, tokens = self._task, np.frombuffer(scored.tokens, TOKEN).tolist()
+        until = accumulate(count for _, count in member.spans)
         return Sample(
             step,
             member.name,
             _shown(task.prompts.problem(member.group.prompt).prompt, task),
-            _short(task.decode(np.frombuffer(scored.tokens, TOKEN).tolist())),
+            _short(task.decode(tokens)),
             member.reward or 0.0,
             dict(zip(self._names, scored.parts, strict=False)),
             tuple(member.spans),
             member.generated,
             scored.cut,
+            tuple(len(task.decode(tokens[:end])) for end in until),
         )
 
     def _write(self, samples: Sequence[Sample]) -> None:

@@ -28,28 +28,29 @@ class StepLog:
 
     def add(
         self, report: Trained, groups: list[Group], seconds: float, busy_s: float, more: Mapping[str, Any] | None = None
-    ) -> None:
-        """What the trainer reported of a step, the groups it was made of, and ``more`` about their responses."""
+    ) -> dict[str, Any]:
+        """What the trainer reported of a step, the groups it was made of, and ``more`` about their responses. Returns
+        its line."""
         members = [member for group in groups for member in group.members if member.state in TRAINED]
-        self._rows.append(
-            {
-                "step": report.step,
-                "time": seconds,
-                **report.facts,
-                "token_staleness": report.token_staleness,
-                "trajectory_staleness": report.trajectory_staleness,
-                "train_s": report.busy_s,
-                "idle_s": report.idle_s,
-                "instances_busy_s": busy_s - self.busy_s,
-                "prompt_tokens": sum(member.group.prompt_tokens for member in members),
-                "prompts": [group.prompt for group in groups],
-                "signal": [differ(group) for group in groups],
-                "lengths": [member.generated for member in members],
-                **(more or {}),
-            }
-        )
+        row = {
+            "step": report.step,
+            "time": seconds,
+            **report.facts,
+            "token_staleness": report.token_staleness,
+            "trajectory_staleness": report.trajectory_staleness,
+            "train_s": report.busy_s,
+            "idle_s": report.idle_s,
+            "instances_busy_s": busy_s - self.busy_s,
+            "prompt_tokens": sum(member.group.prompt_tokens for member in members),
+            "prompts": [group.prompt for group in groups],
+            "signal": [differ(group) for group in groups],
+            "lengths": [member.generated for member in members],
+            **(more or {}),
+        }
+        self._rows.append(row)
         self.busy_s = busy_s
         self.write()
+        return row
 
     def rewind(self, step: int) -> dict[str, Any] | None:
         """Remove the lines of this step and of later ones. Returns that of the step, if it was written."""

@@ -23,15 +23,19 @@ from dataclasses import dataclass
 
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.decide import Decision, decide
+from staleflow.coordinator.routing import MOST_ROUTES
 from staleflow.coordinator.situation import Abort, Command, Interrupt, Pull, Route, Truncate
 from staleflow.coordinator.strategies import Strategies
 from staleflow.errors import RunError
+from staleflow.runtime.episodes import Environments, Episodes
 from staleflow.runtime.feed import TrainerFeed
 from staleflow.runtime.fleet import Member
+from staleflow.runtime.homes import Homes
 from staleflow.runtime.ports import InstancePort, RewardPort, TrainerPort
 from staleflow.runtime.reports import Reports
 from staleflow.runtime.scoring import Scoring
 from staleflow.runtime.situate import MOST_QUEUED, Watch
+from staleflow.servers.episodes import EpisodeServer
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.trajectories import ON_AN_INSTANCE, Prompts, TrajectoryServer
 from staleflow.types import Report
@@ -72,7 +76,9 @@ class ControlPlane:
         rewards: RewardPort,
         prompts: Prompts,
         term: int = 1,
+        environments: Environments | None = None,
     ) -> None:
+        """``environments``: who plays the members of groups, where the server is one of episodes."""
         self.settings = settings
         self.term = term
         """Of the control plane; a restart begins the next."""
@@ -88,7 +94,14 @@ class ControlPlane:
         self._prompts = prompts
         self.scoring = Scoring(rewards, settings.reward_timeout_s, settings.reward_tries, self._not_scored)
         self.reports = Reports(server, self.scoring, self.watch.gauge, self._release)
-        self._feed = TrainerFeed(server, trainer, settings.strategies.consume, self._drop)
+        self._feed = TrainerFeed(server, trainer, settings.strategies.consume, self.drop)
+        self.episodes: Episodes | None = None
+        if environments is not None:
+            assert isinstance(server, EpisodeServer)
+            self.watch.homes = Homes()
+            self.episodes = Episodes(server, environments, self, self.watch.homes)
+            self.reports.turned = self.episodes.turned
+            self.watch.played = self.episodes.played
         self._work = asyncio.Event()
         self._done = asyncio.Event()
         self._steps: int | None = None
@@ -110,7 +123,7 @@ class ControlPlane:
             asyncio.create_task(self._keep_watching(), name="watch over instances"),
         }
         try:
-            self._changed()
+            self.changed()
             finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in finished:
                 task.result()  # the other two end only by an error
@@ -146,16 +159,17 @@ class ControlPlane:
                 return
             self._lose(known)
         member = self.members[port.name] = Member.of(port, self.term, heard, self.ledger.version)
+        self.server.note("join", member.name, member.version)
         if held := port.held():
             self._adopt(member, held)
         self.watch.forget_table()
-        self._changed()
+        self.changed()
 
     def left(self, name: str) -> None:
         """An instance is known to be dead."""
         if (member := self.members.get(name)) is not None and member.alive and not self.over:
             self._lose(member)
-            self._changed()
+            self.changed()
 
     def drain(self, name: str) -> None:
         """An instance is to leave. What it has comes back with all its tokens and continues elsewhere."""
@@ -169,22 +183,29 @@ class ControlPlane:
             self.server.interrupt(each.name)
         if residents:
             member.interrupt(residents)
-        self._changed()
+        self.changed()
 
     def _let_go(self) -> None:
         """Those that were to leave and hold nothing any more, because it came back, ended, was dropped or is lost."""
         for name in [member.name for member in self.members.values() if member.leaving and not member.residents]:
             del self.members[name]
+            self.server.note("left", name)
             self.watch.forget_table()
             self.on_drained(name)
 
-    def recover(self, reports: Iterable[Report] = (), trainer_there: bool = True) -> None:
+    def recover(self, steps: int, reports: Iterable[Report] = (), trainer_there: bool = True) -> None:
         """The server has been replayed from the journal, and the instances that are there have joined: find out what
         happened while nobody was listening. One that joins later has lost what it holds to others.
+
+        ``steps``: as ``run`` will be told. The last version may have been made meanwhile, and then nothing comes after.
 
         ``reports``: what instances have said since then, or said before and may not have been heard. ``trainer_there``:
         it is known which version the trainer holds, and that it does nothing. One that may still finish what it was
         told before is fed from ``on_trainer_back`` on: a reset would come too late for it."""
+        self._steps = steps
+        if self.ledger.version >= steps:
+            self._end()
+            return
         self._feed.away = True  # until everything is known
         for report in reports:
             self.on_report(report)
@@ -194,13 +215,15 @@ class ControlPlane:
                 self.server.give_back(each.name, each.epoch, each.spans)
             elif each.state == "generated":
                 self.scoring.ask(each)
+        if self.episodes is not None:
+            self.episodes.recover()
         for group in list(self.server.groups.values()):
             _, surplus = self.server.occupy(group) or (group, [])  # its last score may be all that was written
             if group.complete:
                 self._completed(group, surplus)
         if trainer_there:
             self.on_trainer_back()
-        self._changed()
+        self.changed()
 
     def _adopt(self, member: Member, held: Sequence[tuple[str, int]]) -> None:
         """An instance outlived a control plane: what it holds continues there, unless it is not its any more."""
@@ -213,7 +236,8 @@ class ControlPlane:
 
     def _lose(self, member: Member) -> None:
         """The instance is dead: what ran there continues elsewhere, from the last token that was streamed."""
-        member.alive, member.touched = False, True
+        member.alive, member.touched, member.lost_at = False, True, self._now()
+        self.server.note("lost", member.name)
         lost = [(each.name, each.epoch) for each in member.residents.values()]
         for each in list(member.residents.values()):
             self.server.give_back(each.name, each.epoch, each.spans)
@@ -232,7 +256,7 @@ class ControlPlane:
         if report.pulled is not None:
             member.seen = max(member.seen, report.pulled)
             self._pulled(member)
-        self._changed()
+        self.changed()
 
     def _pulled(self, member: Member) -> None:
         """An instance may hold a version before the trainer has announced it. Until then it counts as holding the
@@ -256,7 +280,7 @@ class ControlPlane:
             self._feed.push_on()
 
     def _completed(self, group: Group, running: Iterable[Trajectory] = ()) -> None:
-        self._drop(running)
+        self.drop(running)
         if why := self.filter(group):
             self._release(group, why, again=False)
 
@@ -282,22 +306,25 @@ class ControlPlane:
         while True:
             await self._work.wait()
             self._work.clear()
-            self._cycle()
-            await asyncio.sleep(self.settings.cycle_s)
+            if self._cycle() < MOST_ROUTES:
+                await asyncio.sleep(self.settings.cycle_s)
+            else:  # more could be placed: after what has been said meanwhile
+                self._work.set()
+                await asyncio.sleep(0)
 
-    def _cycle(self) -> None:
+    def _cycle(self) -> int:
+        """One decision. How many trajectories it placed."""
         if self.over:
-            return
+            return 0
         now = self._now()
         self._let_go()
         self._admit()
-        in_training = self.ledger.frontier > self.ledger.version
-        self.watch.blocking.update([] if in_training else self.ledger.blocking(), now)
+        self.watch.blocking.update(self.ledger, self.settings.strategies.tail_groups, now)
         if not self._anything_to_decide(now):
-            return
+            return 0
         decision = decide(self.watch.situation(now), self.settings.strategies)
         self.on_decision(now, decision)
-        self._obey(decision.commands)
+        return self._obey(decision.commands)
 
     def _anything_to_decide(self, now: float) -> bool:
         """Most of the time nothing waits or every place is taken, nobody lags and the step is not nearly done: then a
@@ -306,7 +333,7 @@ class ControlPlane:
         acts_on_tail = strategies.migration != "off" or strategies.tail != "wait"
         if (
             (self.server.waiting and any(member.has_place for member in self.members.values()))
-            or (acts_on_tail and 0 < len(self.watch.blocking.groups) <= strategies.tail_groups)
+            or (acts_on_tail and self.watch.blocking.groups)
             or any(member.open and member.holds < self.ledger.version for member in self.members.values())
             or now >= self._look_at
         ):
@@ -315,14 +342,18 @@ class ControlPlane:
         return False
 
     def _admit(self) -> None:
-        """Draw prompts for the groups that could be reserved now, no more than one decision looks at."""
+        """Draw prompts for the groups that could be reserved now: no more than one decision looks at, and in one cycle
+        no more than it places."""
         members = self.server.group_size + self.server.extra_members
-        most = min(self.ledger.room(self.ledger.version), -(-MOST_QUEUED // members))
-        while self.server.fresh < most:
-            if self.server.admit(self._prompts) is None:
+        most = min(self.ledger.room(self.ledger.version), -(-MOST_QUEUED // members)) - self.server.fresh
+        for _ in range(min(most, -(-MOST_ROUTES // members))):
+            if (group := self.server.admit(self._prompts)) is None:
                 break
+            if self.episodes is not None:
+                self.episodes.begin(group)
 
-    def _obey(self, commands: Iterable[Command]) -> None:
+    def _obey(self, commands: Iterable[Command]) -> int:
+        """Carry the commands out. How many trajectories were placed."""
         submitted: dict[str, list[Trajectory]] = {}
         interrupted: dict[str, list[Trajectory]] = {}
         for command in commands:
@@ -348,6 +379,7 @@ class ControlPlane:
             self.members[instance].interrupt(trajectories)
         for instance, trajectories in submitted.items():
             self.members[instance].submit(trajectories, [self.server.work(each) for each in trajectories])
+        return sum(map(len, submitted.values()))
 
     def _not_scored(self, trajectory: Trajectory, why: str) -> None:
         """Its prompt gets one more chance: a reward that fails twice for one problem will fail again."""
@@ -357,11 +389,11 @@ class ControlPlane:
         """Give the group up. ``again``: its prompt is tried once more; else the next one takes its place."""
         if group.name not in self.server.groups or group.name in self.server.leased:
             return  # it was given up before, or it is being trained without this member
-        self._drop(self.server.release(group, why, again))
+        self.drop(self.server.release(group, why, again))
         self._feed.push_on()
-        self._changed()
+        self.changed()
 
-    def _drop(self, trajectories: Iterable[Trajectory]) -> None:
+    def drop(self, trajectories: Iterable[Trajectory]) -> None:
         """Tell the instances to drop these."""
         by_instance: dict[str, list[Trajectory]] = {}
         for each in trajectories:
@@ -369,13 +401,29 @@ class ControlPlane:
                 by_instance.setdefault(each.instance, []).append(each)
         for instance, dropped in by_instance.items():
             self.members[instance].abort(dropped)
-            self._changed()
+            self.changed()
+        if self.episodes is not None:
+            self.episodes.sweep()
+
+    def give_up(self, group: Group, why: str, again: bool) -> None:
+        """An episode of the group has failed too often."""
+        self._release(group, why, again)
+
+    def finished(self, longest: Trajectory, completed: tuple[Group, list[Trajectory]] | None) -> None:
+        """An episode has ended, and completed its group or not."""
+        self.watch.gauge.finished(longest.generated, longest.group.version or 0)
+        if completed:
+            self._completed(*completed)
+            self._feed.push_on()
+        self.changed()
 
     # Within
 
     def _end(self) -> None:
         self._feed.end()
         self.scoring.close()
+        if self.episodes is not None:
+            self.episodes.close()
         self._done.set()
 
     def _committed(self) -> None:
@@ -386,7 +434,7 @@ class ControlPlane:
         for member in self.members.values():
             self._pulled(member)
         self._feed.push_on()
-        self._changed()
+        self.changed()
 
     def _renew(self, member: Member, version: int) -> None:
         """Groups that had not a single token when their instance pulled are as young as the version it pulled."""
@@ -425,10 +473,12 @@ class ControlPlane:
             silent = now - heard.time > self.settings.instance_timeout_s
             if member.alive and (silent or heard.incarnation != member.incarnation):
                 self._lose(member)
-            if not member.alive and not silent:
+            again = heard.incarnation != member.incarnation or heard.time > member.lost_at
+            if not member.alive and not silent and again:
                 member.revive(heard, self.ledger.version)
+                self.server.note("join", member.name, member.version)
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
         self._news = True
         self._work.set()
 

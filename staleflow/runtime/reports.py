@@ -9,13 +9,15 @@ A report that cannot be true changes nothing: the trajectory continues elsewhere
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from staleflow.runtime.fleet import Member
 from staleflow.runtime.scoring import Scoring
 from staleflow.runtime.situate import Gauge
 from staleflow.servers.lifecycle import Group
 from staleflow.servers.payloads import BadReportError
 from staleflow.servers.trajectories import TrajectoryServer
-from staleflow.types import Chunk, Report, Spans
+from staleflow.types import Chunk, Report, Spans, TrajectoryNews
 
 MOST_FAULTS = 3
 """Reports about one trajectory that cannot be true before its group is given up."""
@@ -30,6 +32,8 @@ class Reports:
         self.on_bad: Callable[[str, str, str], None] = lambda _instance, _kind, _why: None
         """Called for reports that cannot be true and for trajectories that an engine failed at: the instance, which of
         the two, and what is wrong in one line."""
+        self.turned: Callable[[Member, TrajectoryNews], None] | None = None
+        """Where environments play: what is done about a trajectory that ended, which is a turn then."""
         self._server = server
         self._scoring = scoring
         self._gauge = gauge
@@ -44,7 +48,13 @@ class Reports:
             for news in reported:
                 name, epoch = news.trajectory, news.epoch
                 try:
-                    tell(name, epoch, news.spans, news.chunk)
+                    if self.turned is not None and reported is report.finished:
+                        self.turned(member, news)
+                    elif self.turned is not None and reported is report.returned and name in self.truncating:
+                        self.truncating.discard(name)
+                        self.turned(member, replace(news, reason="length"))
+                    else:
+                        tell(name, epoch, news.spans, news.chunk)
                 except BadReportError as error:
                     member.forget([(name, epoch)])
                     self._fault(member, name, epoch, str(error), "bad reports")

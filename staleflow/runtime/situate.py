@@ -5,7 +5,7 @@ watch.gauge.finished(tokens=120, version=3)        # as things happen
 situation = watch.situation(now)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 
@@ -14,18 +14,22 @@ import numpy as np
 from staleflow.coordinator.cost import CostModel
 from staleflow.coordinator.situation import Pace, Queued, Resident, Situation
 from staleflow.coordinator.strategies import Strategies
+from staleflow.protocol import Ledger
 from staleflow.runtime.fleet import FleetTable, Member
+from staleflow.runtime.homes import Homes
+from staleflow.runtime.waiting import waits_for
 from staleflow.servers.lifecycle import Trajectory
 from staleflow.servers.trajectories import TrajectoryServer
 
 MOST_QUEUED = 4096
-"""One decision looks at no more trajectories than this: it takes tens of milliseconds, and the next one continues."""
-
+"""One decision looks at no more trajectories than this."""
 
 LEVELLING_S = 5.0
 """Where versions come faster than this, nothing is levelled: what moves waits for a decision or two."""
 MOST_MOVABLE = 8
 """The largest trajectories of an instance that levelling may choose from: with more of them it is even enough."""
+MOST_SOURCES = 512
+"""The instances with the most context that levelling may take from: it moves half as many trajectories at a time."""
 
 
 @dataclass(slots=True)
@@ -95,13 +99,25 @@ class Gauge:
 class Blocking:
     """What the open step waits for, and since when it has waited for nothing else."""
 
+    count: int = 0
     groups: list[str] = field(default_factory=list[str])
+    """Their names, where there are few."""
     since: float | None = None
+    _were: set[str] = field(default_factory=set[str])
+    _mark: object = None
 
-    def update(self, groups: list[str], now: float) -> None:
-        fresh = not set(groups).issubset(self.groups)
-        self.groups = groups
-        self.since = None if not groups else now if fresh or self.since is None else self.since
+    def update(self, ledger: Ledger, few: int, now: float) -> None:
+        """There may be thousands in every cycle: they are looked at one by one only if one may have joined them."""
+        in_training = ledger.frontier > ledger.version
+        self.count, mark = (0, None) if in_training else ledger.blocked()
+        if not self.count:
+            self.since, self._were, self._mark = None, set(), None
+        elif mark != self._mark:
+            groups = ledger.blocking()
+            if self.since is None or not self._were.issuperset(groups):
+                self.since = now
+            self._were, self._mark = set(groups), mark
+        self.groups = ledger.blocking() if 0 < self.count <= few else []
 
 
 class Line:
@@ -110,17 +126,23 @@ class Line:
     def __init__(self) -> None:
         self._fresh: dict[str, list[Queued]] = {}
 
-    def queue(self, server: TrajectoryServer, places: int) -> list[Queued]:
+    def queue(
+        self, server: TrajectoryServer, places: int, homes: Callable[[str], tuple[str, int]] | None = None
+    ) -> list[Queued]:
         """What waits, no more than there are places for: members of reserved groups first, then fresh groups."""
         resuming, fresh = server.queue(places)
         line = [Queued(each.name, each.group.name, each.context, each.group.version) for each in resuming]
+        if homes is not None:
+            found = [homes(each.name) for each in resuming]
+            line = [each._replace(home=home, cached=tokens) for each, (home, tokens) in zip(line, found, strict=True)]
         seen: dict[str, list[Queued]] = {}
         for group in fresh:
             if len(line) >= places:
                 break
             entries = self._fresh.get(group.name)
-            if entries is None:
-                entries = [Queued(each.name, group.name, group.prompt_tokens, None) for each in group.members]
+            if entries is None or server.plays:
+                queued = [each for each in group.members if each.state == "queued"]
+                entries = [Queued(each.name, group.name, each.context, None) for each in queued]
             seen[group.name] = entries
             line += entries
         self._fresh = seen
@@ -144,6 +166,10 @@ class Watch:
     ) -> None:
         self.gauge = Gauge(pull_s)
         self.blocking = Blocking()
+        self.played: Callable[[str], str] = lambda _: "environment"
+        """What an environment does with an episode, and for how long."""
+        self.homes: Homes | None = None
+        """Where environments play: where episodes had their last turns."""
         self.routed = 0
         """Trajectories sent to an instance so far."""
         self._server = server
@@ -165,14 +191,7 @@ class Watch:
 
     def waits_for(self) -> str:
         """What the open step waits for, in a few words."""
-        ledger = self._server.ledger
-        if ledger.frontier > ledger.version:
-            return f"the trainer to push version {ledger.frontier}"
-        waiting = ledger.blocking()
-        what = f"groups {', '.join(waiting[:8])}" if waiting else "more complete groups"
-        if self._server.short_of_memory:
-            what += " (prompts wait for memory that consumed trajectories will free)"
-        return f"{what} ({ledger.taken} of {ledger.batch_size} are there)"
+        return waits_for(self._server, self.played)
 
     def stalled(self) -> str:
         """Why the run does not continue, in one line."""
@@ -184,12 +203,14 @@ class Watch:
         """One consistent picture of this moment."""
         server, table, strategies, blocking = self._server, self.table, self._strategies, self.blocking
         ledger, fleet, pace = server.ledger, table.refresh(now), self.gauge.pace()
+        homes, members = self.homes, self._members
+        home_of = None if homes is None else lambda name: homes.of(name, members)
         versions = {version for version in fleet.version.tolist() if version >= 0} | {ledger.version}
         return Situation(
             now=now,
             newest=ledger.version,
             fleet=fleet,
-            queue=self._line.queue(server, min(MOST_QUEUED, sum(table.places))),
+            queue=self._line.queue(server, min(MOST_QUEUED, sum(table.places)), home_of),
             room={version: ledger.room(version) for version in versions},
             cost=self._cost,
             pull_s=self.gauge.pull_s,
@@ -197,13 +218,13 @@ class Watch:
             max_staleness=ledger.max_staleness,
             batch_size=ledger.batch_size,
             pace=pace,
-            blockers=blockers(server, table.rows, blocking.groups)
-            if len(blocking.groups) <= strategies.tail_groups
-            else [],
+            blockers=blockers(server, table.rows, blocking.groups),
             thrashing=thrashing(table) if any(table.waiting) else [],
             movable=movable(table, ledger.version, pace.step_s) if strategies.migration == "gain" else [],
             blocked_since=blocking.since,
             turn=self.routed,
+            turn_tokens=0.0 if homes is None else homes.turn_tokens,
+            returning={} if homes is None else homes.returning(server, members),
         )
 
 
@@ -232,7 +253,10 @@ def movable(table: FleetTable, newest: int, step_s: float) -> list[Resident]:
     if np.count_nonzero(behind) < 2:
         return []
     found: list[Resident] = []
-    for row in np.flatnonzero(behind & (fleet.context > fleet.context[behind].mean())):
+    fuller = np.flatnonzero(behind & (fleet.context > fleet.context[behind].mean()))
+    if len(fuller) > MOST_SOURCES:
+        fuller = np.sort(fuller[np.argsort(-fleet.context[fuller], kind="stable")[:MOST_SOURCES]])
+    for row in fuller:
         running = [each for each in table.members[row].residents.values() if each.state == "running"]
         largest = nlargest(MOST_MOVABLE, running, key=lambda each: each.context)
         found += [resident(each, table.rows) for each in largest]

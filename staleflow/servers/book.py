@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from staleflow.protocol import REDUNDANT, Ledger
 from staleflow.servers.journal import NOTES, Event
-from staleflow.servers.lifecycle import Group, Trajectory
+from staleflow.servers.lifecycle import Branch, Group, Trajectory
 from staleflow.servers.made import MadeStep
 from staleflow.servers.payloads import Payloads
-from staleflow.types import Spans
+from staleflow.types import GIVEN, Spans, episode_of, made_count
 
 
 class Book:
@@ -44,6 +44,9 @@ class Book:
             name.removeprefix("_on_"): getattr(self, name) for name in dir(self) if name.startswith("_on_")
         }
         self._fresh: dict[str, Group] = {}
+        """Groups that are not reserved, and have members that wait for an instance."""
+        self._hidden: dict[str, Group] = {}
+        """Groups that are not reserved, and whose environments have not asked for a turn."""
         self._resuming: dict[str, Trajectory] = {}
         """Queued members of groups that are reserved."""
         self._dropped: list[str] = []
@@ -57,7 +60,8 @@ class Book:
         for member in group.members:
             self.trajectories[member.name] = member
         if group.version is None:
-            self._fresh[group.name] = group
+            asked = any(each.state == "queued" for each in group.members)
+            (self._fresh if asked else self._hidden)[group.name] = group
         if self.payloads is not None:
             self.payloads.admit(group.name, [each.name for each in group.members if each.state != "aborted"])
 
@@ -91,7 +95,7 @@ class Book:
     def _apply(self, event: Event) -> None:
         self._handlers[event[0]](*event[1:])
 
-    def _on_admit(self, prompt: int, attempt: int, prompt_tokens: int) -> None:
+    def _on_admit(self, prompt: int, attempt: int, prompt_tokens: int, plays: bool = False) -> None:
         if self.owed and self.owed[0] == prompt:
             self.owed.pop(0)
         else:
@@ -101,6 +105,9 @@ class Book:
         group.members = [
             Trajectory(f"{group.name}/{member}", group) for member in range(self.group_size + self.extra_members)
         ]
+        if plays:
+            for each in group.members:
+                each.state, each.branch = "waiting", Branch()
         self.hold(group)
 
     def _on_reserve(self, name: str, version: int) -> None:
@@ -109,7 +116,8 @@ class Book:
         group = self._fresh.pop(name)
         group.version = version
         for member in group.members:
-            self._resuming[member.name] = member
+            if member.state == "queued":
+                self._resuming[member.name] = member
 
     def _on_lower(self, name: str, version: int) -> None:
         if not self.ledger.lower(name, version):
@@ -158,6 +166,85 @@ class Book:
         trajectory.go("scored")
         trajectory.reward = reward
         trajectory.group.scored += 1
+
+    # Events of episodes
+
+    def _on_given(self, name: str, count: int, until: int) -> None:
+        """The environment asks for a turn, after these tokens."""
+        each = self.trajectories[name]
+        each.go("queued")
+        each.epoch += 1  # whatever is still said of the turn before is old
+        branch_of(each).until = until
+        if count:
+            last = each.spans[-1][1] if each.spans and each.spans[-1][0] == GIVEN else 0
+            each.stamp((*(each.spans[:-1] if last else each.spans), (GIVEN, last + count)))
+        if each.group.version is not None:
+            self._resuming[name] = each
+        elif self._hidden.pop(each.group.name, None):
+            self._fresh[each.group.name] = each.group
+
+    def _on_turn(self, name: str, spans: Spans, reason: str) -> None:
+        """The model's turn ended: the environment goes on."""
+        each = self.trajectories[name]
+        each.go("waiting")
+        each.stamp(spans)
+        each.instance = None
+        self._resuming.pop(name, None)
+        branch_of(each).turns.append((each.generated, reason))
+
+    def _on_branch(self, parent: str, shared: int) -> None:
+        origin = self.trajectories[parent]
+        first = self.trajectories[episode_of(parent)]
+        branch_of(first).opened += 1
+        name = f"{first.name}~{branch_of(first).opened}"
+        branch = Branch(parent, shared, min(shared, origin.prompt_tokens))
+        each = self.trajectories[name] = Trajectory(name, origin.group, "waiting", branch=branch)
+        if taken := shared - branch.prompt:
+            each.stamp(((GIVEN, taken),))
+        each.group.members.append(each)
+        if self.payloads is not None:
+            self.payloads.open(name)
+
+    def _on_ended(self, name: str, reward: float, masked: bool) -> None:
+        """The environment has ended the episode: its branches have what they have."""
+        group = self.trajectories[name].group
+        for each in branches(group, name):
+            self._resuming.pop(each.name, None)
+            if not made_count(each.spans):
+                self._abort(each, "no turn")
+                continue
+            each.go("generated")
+            each.go("scored")
+            each.instance, each.reward = None, reward
+            branch_of(each).masked = masked
+            if self.payloads is not None:
+                self.payloads.seal(each.name)
+        group.scored += 1
+
+    def _on_again(self, name: str, why: str) -> None:
+        """The episode begins anew: what it had is waste, and so are its branches."""
+        each = self.trajectories[name]
+        for later in branches(each.group, name)[1:]:
+            self._abort(later, why)
+            del self.trajectories[later.name]
+            each.group.members.remove(later)
+        if each.spans:
+            waste = Trajectory(name, each.group, "aborted", each.epoch, spans=each.spans, generated=each.generated)
+            self._news.append(lambda: self.on_aborted(waste, why))
+        if each.state != "waiting":
+            each.go("waiting")
+        self._resuming.pop(name, None)
+        each.stamp(())
+        each.epoch, each.instance = each.epoch + 1, None
+        branch = branch_of(each)
+        branch.until, branch.turns, branch.tries = 0, [], branch.tries + 1
+        if self.payloads is not None:
+            self.payloads.clear(name)
+        group = each.group
+        if group.name in self._fresh and not any(peer.state == "queued" for peer in group.members):
+            self._hidden[group.name] = self._fresh.pop(group.name)
+
+    # Events of groups
 
     def _on_occupy(self, name: str) -> None:
         group = self.groups[name]
@@ -218,6 +305,7 @@ class Book:
         for name in names:
             group = self.groups.pop(name)
             self._fresh.pop(name, None)
+            self._hidden.pop(name, None)
             if again:
                 self.owed.append(group.prompt)
             else:
@@ -258,6 +346,17 @@ def of_group(name: str) -> tuple[int, int]:
     """The prompt and the attempt that a group's name stands for."""
     prompt, _, attempt = name[1:].partition(".")
     return int(prompt), int(attempt or 0)
+
+
+def branch_of(trajectory: Trajectory) -> Branch:
+    if trajectory.branch is None:
+        raise ValueError(f"trajectory {trajectory.name} is not played by an environment")
+    return trajectory.branch
+
+
+def branches(group: Group, episode: str) -> list[Trajectory]:
+    """Those of an episode, the first one first."""
+    return [each for each in group.members if episode_of(each.name) == episode]
 
 
 def let_go(groups: Iterable[Group]) -> None:

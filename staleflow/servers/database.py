@@ -5,11 +5,12 @@ import os
 import sqlite3
 import struct
 from collections.abc import Generator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 from staleflow.errors import RunError, line_of
+from staleflow.files import no_room
 
 FORMAT = 1
 DAMAGED = "it is damaged or not a journal; restore it from a copy, or use another run directory"
@@ -74,8 +75,9 @@ def take_lock(path: Path) -> int:
         raise JournalError(
             f"the journal {path} belongs to process {owner}, which is running: stop it, or use another run directory"
         ) from error
-    os.truncate(handle, 0)
-    os.pwrite(handle, str(os.getpid()).encode(), 0)
+    with suppress(OSError):  # a full disk: then nobody can say who owns it
+        os.truncate(handle, 0)
+        os.pwrite(handle, str(os.getpid()).encode(), 0)
     return handle
 
 
@@ -124,6 +126,8 @@ def readable(path: Path) -> Generator[None]:
     try:
         yield
     except (sqlite3.Error, OSError, TypeError, ValueError, KeyError, OverflowError) as error:
+        if no_room(error):  # a full disk must not be taken for damage: the run would continue from a checkpoint alone
+            raise JournalError(f"cannot read the journal {path} ({line_of(error)}): {fix_for(error)}") from error
         raise DamagedError(
             f"the journal {path} is damaged ({line_of(error)}): restore it from a copy, or start a new run from "
             "the latest checkpoint"
@@ -132,7 +136,7 @@ def readable(path: Path) -> Generator[None]:
 
 def fix_for(error: Exception) -> str:
     text = str(error)
-    if "full" in text or getattr(error, "errno", None) == 28:
+    if no_room(error):
         return "free some disk space"
     if "readonly" in text or "unable to open" in text or "permission" in text.lower():
         return "choose a directory that you may write to"

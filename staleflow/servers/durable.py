@@ -24,6 +24,7 @@ import json
 import os
 import sqlite3
 import threading
+import time
 import zlib
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ from staleflow.servers.database import (
     take_lock,
     torn_bytes,
 )
-from staleflow.servers.journal import Event
+from staleflow.servers.journal import STAMP_S, TIME, Event
 from staleflow.servers.payload_files import FileRange, Named, PayloadFiles
 from staleflow.types import Chunk
 
@@ -86,6 +87,9 @@ class DurableJournal:
         """Why nothing can be written at the moment; None if it can. What was appended waits and is not lost."""
         self._snapshot_events = snapshot_events
         self._lazy_s = lazy_s
+        self._stamp_at = float("inf")
+        """By the monotonic clock: events from then on get another time."""
+        self._epoch = 0.0
         self._lock_file = take_lock(self.path)
         try:
             if torn := torn_bytes(self.path):
@@ -122,10 +126,23 @@ class DurableJournal:
     def append(self, event: Event, kept: tuple[str, Chunk] | None = None, dropped: Sequence[str] = ()) -> None:
         if self._closed:
             raise JournalError(f"the journal {self.path} is closed: {event[0]} cannot be written any more")
+        if (now := time.monotonic()) >= self._stamp_at:
+            self.stamp(now - self._epoch)
+            self._stamp_at = now + STAMP_S
         self.position += 1
         self._queue.append((event, kept, dropped))
         if self._lazy_s is None:
             self.hurry()
+
+    def stamp(self, seconds: float) -> None:
+        """What is appended from now on happened at this time."""
+        self.position += 1
+        self._queue.append(((TIME, round(float(seconds), 3)), None, ()))
+
+    def stamp_from(self, seconds: float) -> None:
+        """It is this time now: from now on events are stamped by the clock."""
+        self._epoch = time.monotonic() - seconds
+        self._stamp_at = 0.0
 
     def hurry(self) -> None:
         """Write what has been appended now: somebody waits for it."""

@@ -14,8 +14,28 @@ from staleflow.types import Chunk
 
 Event = tuple[Any, ...]
 
+TIME = "time"
+"""``("time", seconds)``: of training, when the events after it happened."""
+STAMP_S = 0.05
+"""Events no further apart than this may share a time."""
 NOTES = frozenset(
-    ("counted", "decision", "evaluated", "fault", "pull", "push", "record", "restored", "scale", "trained")
+    [
+        "counted",
+        "decision",
+        "evaluated",
+        "evaluating",
+        "fault",
+        "join",
+        "left",
+        "lost",
+        "pull",
+        "push",
+        "record",
+        "restored",
+        "scale",
+        "time",
+        "trained",
+    ]
 )
 """Kinds of events that do not change the trajectory server."""
 

@@ -44,11 +44,18 @@ class Limits:
     vocab_size: int
     memory: int | None = None
     """Most bytes of payload in memory; None: no limit."""
+    max_given: int = 0
+    """Most tokens that an environment may give to a trajectory, besides."""
+
+    @property
+    def trajectory_bytes(self) -> int:
+        """What a trajectory needs at worst."""
+        return (self.max_tokens + self.max_given) * TOKEN_BYTES
 
     def group_bytes(self, members: int, prompt_tokens: int | None = None) -> int:
         """What a group needs at worst."""
         prompt = self.max_prompt_tokens if prompt_tokens is None else prompt_tokens
-        return prompt * TOKEN.itemsize + members * self.max_tokens * TOKEN_BYTES
+        return prompt * TOKEN.itemsize + members * self.trajectory_bytes
 
     def check(self, groups: int, members: int) -> None:
         """With room for fewer groups than a step trains on, no step would ever be complete."""
@@ -95,11 +102,18 @@ class Payloads:
 
     def admit(self, group: str, members: Sequence[str]) -> None:
         """Make room for a group; its prompt is added as a chunk."""
-        limit = self.limits.max_tokens * TOKEN_BYTES
+        limit = self.limits.trajectory_bytes
         self._held[group] = _Arrays(0)
         for name in members:
             self._held[name] = _Arrays(limit)
         self.claimed += limit * len(members)
+
+    def open(self, name: str) -> None:
+        """One more trajectory of a group that was admitted. It counts, and is never refused: what waits for memory then
+        is the next prompt."""
+        limit = self.limits.trajectory_bytes
+        self._held[name] = _Arrays(limit)
+        self.claimed += limit
 
     def checked_prompt(self, prompt: int, length: int, ids: bytes) -> bytes:
         count = len(ids) // TOKEN.itemsize
@@ -113,9 +127,10 @@ class Payloads:
 
     # Growth
 
-    def checked(self, name: str, known: int, total: int, chunk: Chunk | None) -> Chunk | None:
-        """The part of the chunk that is new, if it and the ``known`` tokens make the ``total`` that is reported."""
-        limit = self.limits.max_tokens
+    def checked(self, name: str, known: int, total: int, chunk: Chunk | None, given: int = 0) -> Chunk | None:
+        """The part of the chunk that is new, if it and the ``known`` tokens make the ``total`` that is reported,
+        ``given`` ones among them."""
+        limit = self.limits.max_tokens + given
         if total > limit:
             raise BadReportError(f"trajectory {name} reports {total} tokens, more than max_tokens={limit}")
         if chunk is None:
@@ -148,8 +163,10 @@ class Payloads:
         return chunk
 
     def add(self, name: str, chunk: Chunk) -> None:
-        """Append what was checked."""
+        """Append what was checked. From token 0 on, it is in place of what was there."""
         held = self._held[name]
+        if held.size and not chunk.start:
+            self.clear(name)
         if held.size:
             held.later.append(chunk)
         else:
@@ -159,6 +176,14 @@ class Payloads:
         self.bytes += size
         if not held.limit:
             self.claimed += size
+
+    def clear(self, name: str) -> None:
+        """It begins anew."""
+        held = self._held[name]
+        self.bytes -= held.size
+        if not held.limit:
+            self.claimed -= held.size
+        held.tokens, held.logprobs, held.later, held.size = b"", b"", [], 0
 
     def seal(self, name: str) -> None:
         """It will not grow any more."""

@@ -7,11 +7,12 @@ recover(server, journal)      # the state after the last event that survived
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from staleflow.protocol import StalenessLedger
 from staleflow.servers.journal import Event
-from staleflow.servers.lifecycle import Group, Trajectory
+from staleflow.servers.lifecycle import Branch, Group, Trajectory
 from staleflow.servers.made import MadeStep
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def to_state(server: TrajectoryServer) -> dict[str, Any]:
                 group.complete,
                 [
                     (each.name, each.state, each.epoch, each.instance, each.spans, each.moves, each.faults, each.reward)
+                    + (() if each.branch is None else (astuple(each.branch),))
                     for each in group.members
                 ],
             )
@@ -70,7 +72,9 @@ def _member(
 ) -> Trajectory:
     each = Trajectory(name, group, state, epoch, instance)
     each.stamp(tuple((version, count) for version, count in spans))
-    each.moves, each.faults, each.reward = rest
+    each.moves, each.faults, each.reward, *branch = rest
+    for parent, shared, prompt, until, turns, *kept in branch:
+        each.branch = Branch(parent, shared, prompt, until, [(count, why) for count, why in turns], *kept)
     return each
 
 
@@ -98,6 +102,7 @@ def recover(
             "group_size": server.group_size,
             "extra_members": server.extra_members,
         }
+        | ({"plays": 1} if server.plays else {})
     )
     state, events = journal.recovered()
     if state is not None:
@@ -112,3 +117,5 @@ def recover(
     for each in server:
         if each.state in ENDED:
             payloads.seal(each.name)
+        elif each.branch is not None and not each.generated and each.name in payloads:
+            payloads.clear(each.name)  # it began anew, and has no token since

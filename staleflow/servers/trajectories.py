@@ -24,7 +24,7 @@ from staleflow.servers.journal import Event, Journal
 from staleflow.servers.lifecycle import Group, State, Trajectory
 from staleflow.servers.payloads import BadReportError, Payloads
 from staleflow.servers.state import to_state
-from staleflow.types import Chunk, Row, Spans, Work, token_count
+from staleflow.types import Chunk, Row, Spans, Work, made_count, oldest, token_count
 
 Kept = tuple[str, Chunk]
 """Payload that an event brings: of what, and the tokens."""
@@ -45,6 +45,9 @@ class Prompts(Protocol):
 
 
 class TrajectoryServer(Book):
+    plays = False
+    """Whether environments play the members."""
+
     def __init__(
         self,
         ledger: Ledger,
@@ -77,14 +80,19 @@ class TrajectoryServer(Book):
         chunk = None
         if self.payloads is not None:
             members = self.group_size + self.extra_members
-            self.short_of_memory = not self.payloads.room_for(members, prompt_tokens)
+            # One step always fits, unless branches of episodes took more than anybody could know.
+            few = len(self.groups) < self.ledger.batch_size
+            self.short_of_memory = not few and not self.payloads.room_for(members, prompt_tokens)
             if self.short_of_memory:
                 return None
             chunk = Chunk(0, self.payloads.checked_prompt(prompt, prompt_tokens, prompts.ids(prompt)))
         attempt = self.attempts.get(prompt, 0)
         name = group_name(prompt, attempt)
-        self._record(("admit", prompt, attempt, prompt_tokens), (name, chunk) if chunk else None)
+        self._record(self._admission(prompt, attempt, prompt_tokens), (name, chunk) if chunk else None)
         return self.groups[name]
+
+    def _admission(self, prompt: int, attempt: int, prompt_tokens: int) -> Event:
+        return "admit", prompt, attempt, prompt_tokens
 
     def queue(self, most: int) -> tuple[list[Trajectory], Iterable[Group]]:
         """What waits: members of reserved groups, oldest version first, and groups not reserved yet, in order."""
@@ -99,7 +107,7 @@ class TrajectoryServer(Book):
     @property
     def fresh(self) -> int:
         """Groups that are admitted and not reserved."""
-        return len(self._fresh)
+        return len(self._fresh) + len(self._hidden)
 
     @property
     def waiting(self) -> bool:
@@ -226,7 +234,8 @@ class TrajectoryServer(Book):
         if payloads is None:
             return Work(*work)
         prompt, _ = payloads.bytes_of(group.name)
-        return Work(*work, prompt, *(payloads.bytes_of(name) if trajectory.generated else ()))
+        tokens, logprobs = payloads.bytes_of(name) if trajectory.generated else (b"", b"")
+        return Work(*work, prompt, tokens, logprobs)
 
     def rows(self, groups: Iterable[Group]) -> list[Row]:
         """What the trainer needs of complete groups, on the server's own memory."""
@@ -286,6 +295,7 @@ class TrajectoryServer(Book):
         None if tokens this old may not be in the group. They are older than its reservation if it was renewed while an
         instance that was taken for dead continued; then the ledger must allow it."""
         name, group, ledger = trajectory.name, trajectory.group, self.ledger
+        lowest = min(spans)[0] if spans else 0
         if spans and spans[-1][0] > ledger.version and spans[-1][0] > (frontier := ledger.frontier):
             raise BadReportError(
                 f"trajectory {name} has tokens of version {spans[-1][0]}, but the newest that can exist is {frontier}"
@@ -294,14 +304,24 @@ class TrajectoryServer(Book):
             raise BadReportError(
                 f"trajectory {name} reports the versions {spans}, which do not continue {trajectory.spans}"
             )
+        given = 0
+        if lowest < 0:  # an environment gave some of the tokens
+            given, lowest = self._given(trajectory, spans), oldest(spans)
         news = None
         if self.payloads is not None:
-            news = self.payloads.checked(name, trajectory.generated, token_count(spans), chunk)
-        if spans and group.version is not None and (oldest := min(spans)[0]) < group.version:
-            if not ledger.lower(group.name, oldest):
+            news = self.payloads.checked(name, trajectory.generated, token_count(spans), chunk, given)
+        if spans and group.version is not None and lowest is not None and lowest < group.version:
+            if not ledger.lower(group.name, lowest):
                 return None
-            self._record(("lower", group.name, oldest))
+            self._record(("lower", group.name, lowest))
         return ((name, news),) if news is not None and news.tokens else ()
+
+    def _given(self, trajectory: Trajectory, spans: Spans) -> int:
+        """Tokens that were given: no instance may add to them."""
+        known = trajectory.generated - made_count(trajectory.spans)
+        if (given := token_count(spans) - made_count(spans)) != known:
+            raise BadReportError(f"trajectory {trajectory.name} reports {given} given tokens, {known} were given")
+        return given
 
     def _current(self, name: str, epoch: int, states: tuple[State, ...]) -> Trajectory | None:
         """The trajectory, if the report is about its present epoch."""

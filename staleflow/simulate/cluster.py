@@ -19,14 +19,17 @@ from staleflow.coordinator.decide import Decision, plain
 from staleflow.coordinator.situation import Route
 from staleflow.rollout.engine import Request
 from staleflow.runtime.control import ControlPlane, Settings
+from staleflow.runtime.episodes import Environments
 from staleflow.runtime.outbox import HeldInstance, HeldRewards, HeldTrainer, Outbox
 from staleflow.servers.book import let_go, of_group
+from staleflow.servers.episodes import EpisodeServer
 from staleflow.servers.filters import no_signal
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.trajectories import TrajectoryServer
 from staleflow.simulate.clock import VirtualLoop
 from staleflow.simulate.disk import SimJournal
 from staleflow.simulate.engine import SimEngine
+from staleflow.simulate.environments import SimEnvironments
 from staleflow.simulate.instance import Instance
 from staleflow.simulate.network import Network, Remote
 from staleflow.simulate.policy import STALEFLOW, Policy
@@ -37,9 +40,12 @@ from staleflow.simulate.rollout import SimRollout
 from staleflow.simulate.setting import BLOCK, Setting
 from staleflow.simulate.trainer import SimTrainer, TrainerLink
 from staleflow.simulate.weights import SimWeights
+from staleflow.tasks.task import Problem
 from staleflow.types import TOKEN, Report, TrajectoryNews
 
 DECISION = "decision"
+NOTHING = Problem("", {})
+"""What modelled environments need to know of a prompt."""
 SYNC_S = 0.02
 """How far the journal lags behind in runs in which the control plane may crash."""
 STALL_S = 3600.0
@@ -70,6 +76,7 @@ class Cluster:
         self.journal = SimJournal(self.loop, keep=keep_journal)
         self.recorder = Recorder(setting.staleness)
         self.weights = SimWeights(setting.weight_bytes, setting.link_bandwidth, setting.total_bandwidth)
+        self._targets: dict[str, int] = {}
         self.trainer = self.new_trainer()
         self.rewards = SimRewards(
             self.loop,
@@ -79,6 +86,7 @@ class Cluster:
             self.scored,
             self.score_failed,
         )
+        self.environments = SimEnvironments(self)
         self.control = self.new_control(term=1)
         self._trainer_link.incarnation = self.trainer.incarnation
         self.rollouts = [self.new_rollout(f"i{index}") for index in range(setting.instances)]
@@ -86,6 +94,9 @@ class Cluster:
         """Called when the run starts, with the loop running: faults arm themselves here."""
         self.on_end: list[Callable[[], None]] = []
         """Called when the last step is committed, with the loop still running."""
+        self.on_step: list[Callable[[int, list[Group]], None]] = []
+        """Called for every step that is committed, with its groups."""
+        self.on_decision: Callable[[float, Decision], None] = lambda _now, _decision: None
         self.leaving: set[str] = set()
         """Instances that were told to leave."""
         self.down = False
@@ -99,7 +110,6 @@ class Cluster:
         self._undelivered: list[Report] = []
         self.lies: dict[str, int] = {}
         """How many of the next reports of an instance are made impossible."""
-        self._targets: dict[str, int] = {}
 
     def run(self) -> None:
         """Simulate until the setting's steps are trained."""
@@ -219,9 +229,9 @@ class Cluster:
         to_trainer = self.network.channel("to trainer")
         if self.trainer.at_rest and to_trainer.clear and self.control.term % 2 == 0:  # it has been asked already
             self._trainer_link.incarnation = self.trainer.incarnation
-            self.control.recover(reports)
+            self.control.recover(self.setting.steps, reports)
         else:
-            self.control.recover(reports, trainer_there=False)
+            self.control.recover(self.setting.steps, reports, trainer_there=False)
             to_trainer.send(self._trainer_connected)
 
     # Parts
@@ -257,7 +267,8 @@ class Cluster:
     def new_control(self, term: int) -> ControlPlane:
         setting = self.setting
         ledger = self.policy.ledger(setting.groups, setting.staleness, setting.redundancy)
-        server = TrajectoryServer(ledger, setting.group_size, setting.extra_members, self.journal)
+        kind = EpisodeServer if setting.turns > 1 else TrajectoryServer
+        server = kind(ledger, setting.group_size, setting.extra_members, self.journal)
         self._replay(server)
         settings = Settings(
             setting.strategies,
@@ -273,7 +284,10 @@ class Cluster:
         server.on_committed = lambda step, groups: outbox.send(self._committed, step, groups)
         self._trainer_link = TrainerLink(self.trainer, self.network.channel("to trainer"), None)
         trainer, rewards = HeldTrainer(self._trainer_link, outbox), HeldRewards(RewardLink(self), outbox)
-        control = self.policy.control(settings, server, trainer, rewards, self, term)
+        self.environments.close()
+        played = Environments(self.environments, lambda _: NOTHING, hold=outbox.send) if setting.turns > 1 else None
+        control = self.policy.control(settings, server, trainer, rewards, self, term, played)
+        self.environments.episodes = control.episodes
         control.on_decision = self._decided
         control.on_drained = lambda name: outbox.send(self._drained, name)
         control.filter = no_signal if setting.filter != "none" else control.filter
@@ -366,15 +380,22 @@ class Cluster:
 
     def _target_of(self, request: Request) -> int:
         """Tokens the trajectory will have at its end: known to its engine only, never to a scheduler."""
-        target = self._targets.get(request.name)
+        return self._length_of(request.name, request.group or "")
+
+    def _length_of(self, name: str, of: str) -> int:
+        target = self._targets.get(name)
         if target is None:
-            name = request.group or ""
-            group = self.control.server.groups.get(name)
-            prompt, attempt = (group.prompt, group.attempt) if group else of_group(name)
-            member = int(request.name.rpartition("/")[2])
+            group = self.control.server.groups.get(of)
+            prompt, attempt = (group.prompt, group.attempt) if group else of_group(of)
+            member = int(name.rpartition("/")[2])
             version = self.control.ledger.version  # fixed when it starts; matters only if lengths drift
-            target = self._targets[request.name] = self.workload.length(prompt, member, attempt, version)
+            target = self._targets[name] = self.workload.length(prompt, member, attempt, version)
         return target
+
+    def size_of(self, episode: str) -> tuple[int, int]:
+        """Tokens of its prompt, and those that it will make."""
+        group = self.control.server.trajectories[episode].group
+        return group.prompt_tokens, self._length_of(episode, group.name)
 
     def _trainer_waits_for(self) -> str:
         """Why the trainer is idle: it waits for the tail, or too few groups are complete."""
@@ -384,6 +405,8 @@ class Cluster:
 
     def _committed(self, step: int, groups: list[Group]) -> None:
         self.recorder.committed(self.loop.time(), step, groups)
+        for tell in self.on_step:
+            tell(step, groups)
         for group in groups:
             for member in group.members:
                 self._targets.pop(member.name, None)
@@ -396,6 +419,7 @@ class Cluster:
         self._targets.pop(trajectory.name, None)
 
     def _decided(self, now: float, decision: Decision) -> None:
+        self.on_decision(now, decision)
         if decision.commands:
             commands = plain(each for each in decision.commands if not isinstance(each, Route))  # routes are events
             self.journal.append((DECISION, now, decision.inputs, commands))

@@ -21,6 +21,9 @@ class SimJournal(MemoryJournal):
         self._durable = 0
         self.released = 0
         """Events that were known to be durable, so that what rests on them was sent."""
+        self.sink: Callable[[Event], None] | None = None
+        """Gets every event that is durable, in order."""
+        self._sunk = 0
         self._full_until = 0.0
         self._at_event: tuple[int, Callable[[], None]] | None = None
         self._committing = False
@@ -37,6 +40,8 @@ class SimJournal(MemoryJournal):
         super().append(event, kept, dropped)
         if self.sync_s and not self._committing:
             self._commit()
+        elif self.sink is not None and not self.sync_s:
+            self.sink(event)
         if self._at_event is not None and self.position >= self._at_event[0]:
             self._loop.at(self._loop.now, self._at_event[1])
             self._at_event = None
@@ -77,6 +82,10 @@ class SimJournal(MemoryJournal):
             self._loop.at(self._full_until, self._committed, crashes, position)
             return
         self._durable, self._committing = position, False
+        if self.sink is not None:
+            for event in self.events[self._sunk : position]:
+                self.sink(event)
+            self._sunk = position
         if self.position > position:
             self._commit()
         self.on_durable()

@@ -21,8 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.rollout.engine import EngineError, LoadWeights, Part, Reason, Request, Result, StepOutput, WeightSource
+from staleflow.rollout.options import Sampling
 from staleflow.simulate.instance import Finished, Instance, InstanceEvent, Paused, SimRequest
-from staleflow.types import Failed, InstanceState, Spans, token_count
+from staleflow.types import Failed, InstanceState, Spans, made_count, token_count
+
+TO_THE_END = Sampling(max_tokens=2**53)
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +42,8 @@ class _HeldRequest(SimRequest):
     began: int = 0
     """Tokens that were generated before it came here."""
     aborted: bool = False
+    turn: bool = False
+    """Whether it may come again with more tokens."""
 
     def stamped(self, generated: int, version: int) -> Spans:
         fresh = generated - self.marked
@@ -66,6 +71,9 @@ class SimEngine:
         self._length_of = length_of
         self._left = left
         self._held: dict[str, _HeldRequest] = {}
+        self._kept: dict[str, int] = {}
+        """By name: tokens whose KV entries a finished turn has left here, the latest last. Others may take their
+        memory."""
         self._serial = 0
         self._finished: list[Result] = []
         self._returned: list[Result] = []
@@ -85,13 +93,14 @@ class SimEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            limit = request.sampling.max_tokens
-            length = min(self._length_of(request), limit)
+            limit, given = request.sampling.max_tokens, len(request.tokens) - made_count(request.spans)
+            length = min(self._length_of(request), limit) + given
             if (problem := self._problem(request, length)) is not None:
                 self._failed.append(Failed(request.name, request.epoch, problem))
                 continue
             self._serial += 1
             done = len(request.tokens)
+            cached = self._cached(request.name) if self._kept else 0
             held = self._held[request.name] = _HeldRequest(
                 f"{request.name}#{self._serial}",
                 request.group or request.name,
@@ -99,11 +108,13 @@ class SimEngine:
                 done,
                 length,
                 request.epoch,
+                cached,
                 request.name,
-                "length" if length == limit else "stop",
+                "length" if length == limit + given else "stop",
                 request.spans,
                 done,
                 done,
+                turn=limit < TO_THE_END.max_tokens,
             )
             self.instance.submit(self.now, held)
 
@@ -152,6 +163,8 @@ class SimEngine:
             for held in self._held.values():
                 generated = self.instance.generated(held.name, self.now)
                 held.spans, held.marked = held.stamped(generated, self.version), generated
+                held.cached = 0
+            self._kept.clear()
             self.resume()
             self.version = found
         return found
@@ -197,7 +210,7 @@ class SimEngine:
         for request in self.instance.crash(self.now):
             assert isinstance(request, _HeldRequest)
             self._left(request.outside, request.generated - request.began)
-        self._held, self._finished, self._returned, self._failed = {}, [], [], []
+        self._held, self._finished, self._returned, self._failed, self._kept = {}, [], [], [], {}
 
     def tokens_here(self) -> int:
         """Tokens made here for requests that are still on the instance."""
@@ -205,6 +218,17 @@ class SimEngine:
         return sum(generated for _, generated in self.instance.progress(self.now)) - began
 
     # Within
+
+    def _cached(self, name: str) -> int:
+        """Tokens of an earlier turn that are still here: what is free holds them, the latest ones first."""
+        room = self.instance.load_at_last_step().kv_free
+        for each, tokens in reversed(self._kept.items()):
+            room -= tokens
+            if room < 0:
+                break
+            if each == name:
+                return self._kept.pop(name)
+        return 0
 
     def _problem(self, request: Request, length: int) -> str | None:
         name, tokens, capacity = request.name, len(request.tokens), self.instance.kv_total
@@ -237,3 +261,6 @@ class SimEngine:
             spans, reason = held.stamped(held.generated, self.version), held.reason if finished else "interrupted"
             result = Result(held.outside, held.epoch, reason, [], [], spans, self.version)
             (self._finished if finished else self._returned).append(result)
+            if held.turn:
+                self._kept.pop(held.outside, None)
+                self._kept[held.outside] = held.prompt + held.generated - 1  # its last token was not run

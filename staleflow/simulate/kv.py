@@ -26,6 +26,7 @@ class SimRequest:
     generated: int  # more than 0 for a trajectory that was begun elsewhere
     target: int  # all the tokens it will have generated at its end; known to the simulator only
     epoch: int = 0
+    cached: int = 0  # tokens whose entries are still here from its last turn
 
 
 class PromptGroup:
@@ -214,6 +215,7 @@ class SimScheduler:
     def release(self, seat: Seat) -> None:
         """Take an admitted request out and free its blocks."""
         request, group, pool = seat.request, seat.group, self.pool
+        request.cached = 0
         if seat.end < 0:
             del self.prefill[seat]
             seat.left = 0
@@ -240,8 +242,8 @@ class SimScheduler:
             left = seat.left
             if not left:
                 left = seat.request.prompt + seat.request.generated
-                if group.ready or group in fresh:
-                    left -= group.blocks * self.pool.block
+                known = group.blocks * self.pool.block if group.ready or group in fresh else 0
+                left -= max(known, seat.request.cached)
                 left = left or 1  # the last token is always computed: its output is the next one
             if left > budget:
                 steps = 1 if filled else (left - 1) // size

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from staleflow.servers.lifecycle import Group, Trajectory
+from staleflow.types import GIVEN
 
 
 @dataclass(slots=True)
@@ -55,13 +56,16 @@ class Recorder:
             for member in group.members:
                 if member.state != "consumed":
                     continue
+                made = 0
                 for version, count in member.spans:
-                    self.token_staleness[step - version] += count
-                    oldest = min(oldest, version)
-                lengths.append(member.generated)
-                tokens += member.generated
+                    if version != GIVEN:
+                        self.token_staleness[step - version] += count
+                        oldest = min(oldest, version)
+                        made += count
+                lengths.append(made)
+                tokens += made
                 prompt_tokens += group.prompt_tokens
-                again = self.made.pop(member.name) - member.generated
+                again = self.made.pop(member.name) - made
                 if again:
                     self.wasted["made again"] += again  # after a crash, or by an instance taken for dead
                 self._ended[member.name] = "too late"

@@ -31,8 +31,11 @@ class SimRewards:
         self.failing = 0.0
         self._asked: dict[str, int] = {}
 
+    def reward(self, name: str) -> float:
+        return 1.0 if self._success is None else float(self._keyed.uniform("reward", name) < self._success)
+
     def score(self, name: str) -> None:
-        reward = 1.0 if self._success is None else float(self._keyed.uniform("reward", name) < self._success)
+        reward = self.reward(name)
         tries = 0
         if self.silent or self.failing:
             tries = self._asked[name] = self._asked.get(name, 0) + 1

@@ -14,14 +14,13 @@ from typing import Any
 from staleflow.rollout.engine import Request, Sampling
 from staleflow.runtime.ports import Heard
 from staleflow.simulate.clock import VirtualLoop
-from staleflow.simulate.engine import SimEngine
+from staleflow.simulate.engine import TO_THE_END, SimEngine
 from staleflow.simulate.weights import SimWeights
 from staleflow.types import Command, Report, Work, token_count
 from staleflow.workers.rollout import STREAM_S, RolloutWorker
 
 HEARTBEAT_S = 10.0
 """The state is looked at when something has happened, and otherwise this often."""
-TO_THE_END = Sampling(max_tokens=2**53)
 
 
 class SimRollout:
@@ -83,6 +82,8 @@ class SimRollout:
         now, last = self._loop.now, self._last
         if last is not None and (not self.up or self.hung or (not self._news and now - last.time < HEARTBEAT_S)):
             return last
+        if last is not None and (last.time, last.incarnation) == (now, self.incarnation):
+            return last  # nobody answers within the moment; what was just sent would seem to wait for memory
         self.engine.now = now
         self._news = False
         self._last = Heard(now, self.incarnation, self.worker.applied, self.engine.snapshot())
@@ -241,4 +242,5 @@ class SimRollout:
 def modelled_request(work: Work) -> Request:
     """A request for the modelled engine, which needs to know how many tokens there are, not which."""
     prompt, tokens = range(work.prompt_tokens), range(token_count(work.spans))
-    return Request(work.trajectory, work.epoch, prompt, tokens, (), work.spans, work.group, TO_THE_END)
+    sampling = Sampling(max_tokens=work.limit) if work.limit else TO_THE_END
+    return Request(work.trajectory, work.epoch, prompt, tokens, (), work.spans, work.group, sampling)

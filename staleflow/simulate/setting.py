@@ -79,6 +79,9 @@ class Setting:
     prompts: int | None
     cycle_s: float
     strategies: Strategies
+    turns: int = 1
+    tool_s: float = 0.0
+    tool_tokens: int = 0
     least_training_gpus: int = field(default=1, repr=False)
     """That hold the trainer's state."""
 
@@ -89,6 +92,11 @@ class Setting:
     @property
     def trainer(self) -> TrainerCost:
         return TrainerCost(self.trainer_per_token_gpu_s / self.training_gpus, self.trainer_fixed_s, self.push_s)
+
+    @property
+    def given_tokens(self) -> int:
+        """Tokens that environments give to a trajectory, in all turns."""
+        return (self.turns - 1) * self.tool_tokens
 
     def check(self) -> None:
         """Refuse a setting whose longest trajectory does not fit an empty instance, or could not be routed there."""
@@ -102,6 +110,9 @@ class Setting:
 
     def longest(self) -> int:
         """Tokens of the longest trajectory, prompt and output: of a trace as recorded, otherwise at the cap."""
+        return self._longest() + self.given_tokens
+
+    def _longest(self) -> int:
         workload, source = self.workload, self.workload.source
         if isinstance(source, Trace):
             last = self.steps if workload.drift > 0 else 0

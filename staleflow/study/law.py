@@ -9,9 +9,10 @@ the time from publishing a version to the end of the longest trajectory started 
     max(T, R, L' / (bound + 1))           streamed: L' is L, the training of that trajectory, update and push
     T + max(R, L)                         all GPUs do both in turn
 
-``L`` is what it takes on an instance that does nothing else: pull, prefill, one token after the other, half the reward
-latency. ``R`` is for instances that are always as full as memory allows, which makes every trajectory slow. No fleet
-does both, so the ceiling is not a target that can be met: it says what is impossible.
+``L`` is what it takes on an instance that does nothing else: pull, prefill, one token after the other, half the time of
+tools between turns, half the reward latency. ``R`` is for instances that are always as full as memory allows, which
+makes every trajectory slow. No fleet does both, so the ceiling is not a target that can be met: it says what is
+impossible.
 
 *The even ceiling* is nearer to what can: every instance always runs the same number of sequences, the best one, and
 both ``R`` and ``L`` are for that number; and every instance pulls every version and prefills again what it holds then,
@@ -85,14 +86,14 @@ def work_of(setting: Setting) -> BatchWork:
     shares = list(workload.spread())
     mean = sum(share * tokens for share, tokens in shares)
     square = sum(share * tokens * tokens for share, tokens in shares)
-    prompt = workload.mean_prompt_tokens()
+    prompt = workload.mean_prompt_tokens() + setting.given_tokens
     longest, seconds = 0.0, 0.0
     for batch in range(BATCHES):
         tokens, before = _longest(setting, batch)
         alone = cost.steps(tokens, 1, before) + cost.fixed + cost.per_prefill_token * before
         longest += tokens / BATCHES
         seconds += alone / BATCHES
-    waits = pull_s(setting) + setting.reward_s / 2
+    waits = pull_s(setting) + setting.reward_s / 2 + (setting.turns - 1) * setting.tool_s / 2
     size = setting.groups * setting.group_size
     return BatchWork(
         tokens=mean * size,

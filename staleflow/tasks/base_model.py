@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import cast
+from typing import Any, Protocol, cast
 
 import torch
 import transformers
@@ -68,16 +68,17 @@ def base_model(
 ) -> Path:
     """The folder of the warmed-up model, made now if needed. ``on_step`` is called with every step and its loss."""
     recipe = recipe or Recipe()
+    return made_once(
+        Path(cache) / f"adder-{recipe.key}", lambda draft: save(draft, warm_start(recipe, on_step), tokenizer(), recipe)
+    )
 
-    def make(draft: Path) -> None:
-        model = warm_start(recipe, on_step)
-        model.config.save_pretrained(draft)
-        model.generation_config.save_pretrained(draft)
-        save_file(model.state_dict(), draft / "model.safetensors", {"format": "pt"})
-        tokenizer().save_pretrained(draft)
-        (draft / "recipe.json").write_text(json.dumps(asdict(recipe), indent=2))
 
-    return made_once(Path(cache) / f"adder-{recipe.key}", make)
+def save(draft: Path, model: LlamaForCausalLM, words: PreTrainedTokenizerFast, recipe: Any) -> None:
+    model.config.save_pretrained(draft)
+    model.generation_config.save_pretrained(draft)
+    save_file(model.state_dict(), draft / "model.safetensors", {"format": "pt"})
+    words.save_pretrained(draft)
+    (draft / "recipe.json").write_text(json.dumps(asdict(recipe), indent=2))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -89,10 +90,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def new_model(shape: Shape, seed: int) -> LlamaForCausalLM:
+def new_model(
+    shape: Shape, seed: int, vocabulary: int = len(adder.VOCABULARY), pad: int = adder.PAD, end: int = adder.END
+) -> LlamaForCausalLM:
     """An untrained model. Large input and small output embeddings are why a minute of training is enough."""
     config = LlamaConfig(
-        vocab_size=len(adder.VOCABULARY),
+        vocab_size=vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers,
@@ -100,9 +103,9 @@ def new_model(shape: Shape, seed: int) -> LlamaForCausalLM:
         num_key_value_heads=shape.heads,
         max_position_embeddings=shape.positions,
         tie_word_embeddings=False,
-        pad_token_id=adder.PAD,
+        pad_token_id=pad,
         bos_token_id=None,
-        eos_token_id=adder.END,
+        eos_token_id=end,
         architectures=["LlamaForCausalLM"],
         dtype="float32",
     )
@@ -125,15 +128,36 @@ def new_model(shape: Shape, seed: int) -> LlamaForCausalLM:
 # Warm start
 
 
+class Pace(Protocol):
+    """How a warm start learns."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def warmup(self) -> int: ...
+
+
 def warm_start(recipe: Recipe, on_step: Callable[[int, float], None] = lambda _step, _loss: None) -> LlamaForCausalLM:
     """Supervised training on the teacher's responses to problems of the training split."""
+    return trained(lambda: new_model(recipe.shape, recipe.seed), _batches(recipe), recipe, on_step)
+
+
+def trained(
+    make: Callable[[], LlamaForCausalLM],
+    batches: Iterator[tuple[Tensor, Tensor]],
+    pace: Pace,
+    on_step: Callable[[int, float], None],
+) -> LlamaForCausalLM:
+    """Supervised training on batches of tokens and labels."""
     with one_thread():
-        model = new_model(recipe.shape, recipe.seed).train()
+        model = make().train()
         optimiser = torch.optim.AdamW(
-            model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True
+            model.parameters(), lr=pace.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, recipe))
-        for step, (ids, labels) in zip(range(recipe.steps), _batches(recipe), strict=False):
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, pace))
+        for step, (ids, labels) in zip(range(pace.steps), batches, strict=False):
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits
             loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
             loss.backward()
@@ -145,10 +169,10 @@ def warm_start(recipe: Recipe, on_step: Callable[[int, float], None] = lambda _s
     return model.eval()
 
 
-def _rate(step: int, recipe: Recipe) -> float:
-    if step < recipe.warmup:
-        return (step + 1) / recipe.warmup
-    return 1.0 - 0.9 * (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+def _rate(step: int, pace: Pace) -> float:
+    if step < pace.warmup:
+        return (step + 1) / pace.warmup
+    return 1.0 - 0.9 * (step - pace.warmup) / max(1, pace.steps - pace.warmup)
 
 
 def _batches(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:

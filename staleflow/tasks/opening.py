@@ -11,6 +11,7 @@ for chat templates. A hash of the prompt decides what is held out of training.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from staleflow.errors import StaleFlowError, line_of
 from staleflow.model_json import read_json
 from staleflow.tasks import adder
 from staleflow.tasks.adder import Adder
+from staleflow.tasks.calculator import Calculator
 from staleflow.tasks.hub import hub_folder
-from staleflow.tasks.options import ADDER, GYM, HUB, SMOLLM, SOURCES, Data, is_file, is_hub_name
+from staleflow.tasks.options import ADDER, CALCULATOR, GYM, HUB, SMOLLM, SOURCES, Data, is_file, is_hub_name
 from staleflow.tasks.prompts import DataPrompts, Encode, TaskPrompts
 from staleflow.tasks.smollm import converted, smollm
 from staleflow.tasks.sources import from_function, read_file, read_hub, reasoning_gym
-from staleflow.tasks.task import Messages, Problem, Task, TaskError, digest
+from staleflow.tasks.task import Messages, Problem, Prompt, Task, TaskError, digest
 from staleflow.types import TOKEN
 
 AWAY_FROM_WARM_START = 1000
@@ -46,6 +48,12 @@ class TaskSet:
     stop_tokens: tuple[int, ...]
     vocab_size: int
     max_prompt_tokens: int
+    said: Callable[[Prompt], Messages] = lambda _prompt: []
+    """A prompt as the messages of a chat, the system's among them."""
+
+    def conversation(self, problem: Problem) -> Problem:
+        """With its messages as they were rendered."""
+        return Problem(self.said(problem.prompt), problem.facts)
 
     @property
     def size(self) -> int | None:
@@ -89,11 +97,17 @@ def model_folder(
         from staleflow.tasks.base_model import Recipe, base_model
 
         return base_model(cache, Recipe(seed=seed), on_step)
+    if model == CALCULATOR:
+        from staleflow.tasks.calculator_model import CalculatorRecipe, calculator_model
+
+        return calculator_model(cache, CalculatorRecipe(seed=seed), on_step)
     return smollm(cache) if model == SMOLLM else hub_folder(model) if is_hub_name(model) else Path(model)
 
 
 def text_folder(model: str, cache: str) -> Path | None:
     """A folder with the model's tokenizer, without loading or making anything; None if that would be needed."""
+    if model == CALCULATOR:
+        return None
     if is_hub_name(model):
         return hub_folder(model, weights=False)
     folder = converted(cache) if model == SMOLLM else Path(model)
@@ -109,6 +123,8 @@ def open_source(data: Data, seed: int) -> Task | list[Problem]:
     """The problems, before any model: a file is read here, and a function of the user's called."""
     if data.source == ADDER:
         return Adder(seed + AWAY_FROM_WARM_START)
+    if data.source == CALCULATOR:
+        return Calculator(seed + AWAY_FROM_WARM_START)
     if is_file(data.source):
         return read_file(data.source, data.prompt, data.answer)
     if SOURCES.key(data.source) == HUB:
@@ -143,6 +159,7 @@ def open_task(data: Data, source: Task | list[Problem], folder: Path, seed: int,
         stop_tokens=stop_tokens(folder),
         vocab_size=int(_json(folder / "config.json")["vocab_size"]),
         max_prompt_tokens=data.max_prompt_tokens,
+        said=partial(_said, data),
     )
 
 
@@ -290,21 +307,25 @@ def _chat(data: Data, folder: Path) -> Encode:
         ) from None
     if not tokenizer.chat_template:
         raise TaskError(f"{folder} has no chat template: give data.chat=false and a data.template")
-    system = [] if data.system is None else [{"role": "system", "content": data.system}]
 
     def encode(prompt: str | Messages) -> Sequence[int]:
-        if isinstance(prompt, str):
-            said = [*system, {"role": "user", "content": data.template.replace("{prompt}", prompt)}]
-        else:
-            said = [*([] if prompt[0]["role"] == "system" else system), *prompt]
         try:
-            return tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+            return tokenizer.apply_chat_template(_said(data, prompt), add_generation_prompt=True, return_dict=False)
         except Exception as error:  # whatever the template does
             raise TaskError(
                 f"the chat template of {folder} failed ({line_of(error)}): correct it, or give data.chat=false"
             ) from None
 
     return encode
+
+
+def _said(data: Data, prompt: Prompt) -> Messages:
+    """The messages of a chat."""
+    system = [] if data.system is None else [{"role": "system", "content": data.system}]
+    if isinstance(prompt, str):
+        return [*system, {"role": "user", "content": data.template.replace("{prompt}", prompt)}]
+    assert isinstance(prompt, list)
+    return [*([] if prompt[0]["role"] == "system" else system), *prompt]
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from staleflow.tasks.adder import PROMPT_TOKENS
 
 ADDER = "adder"
 """The embedded task and its model."""
+CALCULATOR = "calculator"
+"""The embedded task of several turns, and its model."""
+EMBEDDED = (ADDER, CALCULATOR)
 SMOLLM = "smollm2-135m"
 GYM = "reasoning-gym:"
 HUB = "OWNER/NAME"
@@ -33,6 +36,7 @@ SOURCES = Sources(
     "data.source",
     {
         ADDER: Entry("staleflow.tasks.adder:Adder"),
+        CALCULATOR: Entry("staleflow.tasks.calculator:Calculator"),
         ".jsonl": Entry("staleflow.tasks.sources:read_jsonl"),
         ".ndjson": Entry("staleflow.tasks.sources:read_jsonl"),
         ".parquet": Entry("staleflow.tasks.sources:read_parquet", needs="pyarrow"),
@@ -53,8 +57,8 @@ def is_file(source: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class Data(Section):
     source: Annotated[str, SOURCES] = ADDER
-    """``adder`` (the embedded task), a .jsonl or .parquet file, ``module:function``, ``OWNER/NAME`` on the Hugging Face
-    hub, or ``reasoning-gym:NAME``."""
+    """``adder`` or ``calculator`` (the embedded tasks), a .jsonl or .parquet file, ``module:function``, ``OWNER/NAME``
+    on the Hugging Face hub, or ``reasoning-gym:NAME``."""
     prompt: str = "prompt"
     """The column of the prompt, text or messages, or a text with columns in braces: ``"{Body} {Question}"``."""
     answer: str | None = "answer"

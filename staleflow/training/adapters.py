@@ -41,7 +41,7 @@ def prepare(model: Any, options: TrainerOptions) -> None:
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
     """Meanwhile the model is what it was before training."""
-    layers = _adapted(model)
+    layers = adapted(model)
     for layer in layers.values():
         layer.enable_adapters(False)
     try:
@@ -57,7 +57,7 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
 
     Tied tensors appear under their first name only, as in a file. Tensors without an adapter share the model's memory.
     """
-    deltas = {f"{name}.weight": layer.get_delta_weight("default") for name, layer in _adapted(model).items()}
+    deltas = {f"{name}.weight": layer.get_delta_weight("default") for name, layer in adapted(model).items()}
     found: dict[str, Tensor] = {}
     seen = set[int]()
     for key, tensor in model.state_dict().items():
@@ -126,5 +126,5 @@ def _freeze(model: Any, patterns: tuple[str, ...]) -> None:
         parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
-def _adapted(model: Any) -> dict[str, Any]:
+def adapted(model: Any) -> dict[str, Any]:
     return {name: each for name, each in model.named_modules() if hasattr(each, "get_delta_weight")}

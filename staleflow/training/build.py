@@ -23,19 +23,23 @@ def build(folder: str | Path, options: TrainerOptions) -> Trainer:
     To resume a run, build from the folder that it began with, then ``checkpoints.load``: that folder is also the
     reference of a KL term, and what adapters are added to.
     """
-    path = Path(folder)
-    if not (path / "config.json").is_file():
-        raise ValueError(f"{path / 'config.json'} is missing: give the folder of a model in Hugging Face format")
     where = torch.device(options.device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {options.device}: torch sees no GPU here, use cpu or install torch with CUDA")
+    return Trainer(read_model(folder).to(where), options)
+
+
+def read_model(folder: str | Path) -> Any:
+    """In the memory of the CPU."""
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path / 'config.json'} is missing: give the folder of a model in Hugging Face format")
     try:
         with quiet():
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            return AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # transformers raises many kinds; all mean that the folder cannot be used
         raise ValueError(
             f"transformers cannot read {path} as a causal language model ({line_of(error)}): give another"
         ) from None
-    return Trainer(model.to(where), options)

@@ -18,9 +18,10 @@ is JSON: nothing is unpickled.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -61,11 +62,13 @@ def save(
     base: str | Path | None = None,
     also: Mapping[str, bytes] | None = None,
     replace: bool = False,
+    write: Callable[[Trainer, Path], None] | None = None,
 ) -> None:
     """Write a checkpoint of the trainer between two steps.
 
     ``base``: the folder of the base model, whose tokenizer, chat template and generation config are copied. ``also``:
     more files by name. ``replace``: an existing checkpoint of this name is removed once the new one is whole.
+    ``write``: what writes model and tensors into a new folder, where this process does not hold them alone.
     """
     target = Path(folder)
     if target.exists() and not replace:
@@ -75,7 +78,8 @@ def save(
         shutil.rmtree(left)
     made = target.parent / f"{UNFINISHED}{target.name}"
     try:
-        _make(trainer, made, base, also or {})
+        (write or _write)(trainer, made)
+        _complete(trainer, made, base, also or {})
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)  # on a full disk it would be in everybody's way
         raise
@@ -88,14 +92,14 @@ def save(
     sync(target.parent)
 
 
-def _make(trainer: Trainer, made: Path, base: str | Path | None, also: Mapping[str, bytes]) -> None:
-    _write(trainer, made)
+def _complete(trainer: Trainer, made: Path, base: str | Path | None, also: Mapping[str, bytes]) -> None:
+    """Add what is not a tensor, and seal it."""
+    (made / STATE).write_text(json.dumps({"format": FORMAT, "version": trainer.version, SEALED: True}))
     for each in {each for kind in BESIDE for each in Path(base).glob(kind)} if base is not None else ():
         (shutil.copytree if each.is_dir() else shutil.copy)(each, made / each.name)
     if trainer.options.lora_rank:
         onto = str(Path(base).resolve()) if base is not None else ""
         lora_config(trainer.options, onto).save_pretrained(made / ADAPTER)
-        save_file(to_peft(adapters(trainer.model)), made / ADAPTER / "adapter_model.safetensors")
     for name, content in also.items():
         if Path(name).name != name or (made / name).exists():
             raise CheckpointError(f"{name!r} cannot be a file beside the checkpoint's own: give another plain name")
@@ -104,18 +108,30 @@ def _make(trainer: Trainer, made: Path, base: str | Path | None, also: Mapping[s
 
 
 def _write(trainer: Trainer, folder: Path) -> None:
-    model = trainer.model
+    write_model(trainer.model, folder, trainer.weights())
+    for name, tensors in beside_model(trainer).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        save_file(tensors, folder / name)
+
+
+def write_model(model: Any, folder: Path, weights: dict[str, Tensor]) -> None:
     mine = model.generation_config
     model.generation_config = GenerationConfig(eos_token_id=mine.eos_token_id, pad_token_id=mine.pad_token_id)
     try:
         with quiet():
-            model.save_pretrained(folder, state_dict=trainer.weights())
+            model.save_pretrained(folder, state_dict=weights)
     finally:
         model.generation_config = mine  # transformers refuses to write some that it reads; the base model's is copied
+
+
+def beside_model(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
+    """The tensors that a checkpoint has beside the model, by file."""
+    files = {OPTIMISER: optimiser_state(trainer)}
     if trainer.value_head is not None:
-        save_file(trainer.value_head.state_dict(), folder / VALUES)
-    save_file(optimiser_state(trainer), folder / OPTIMISER)
-    (folder / STATE).write_text(json.dumps({"format": FORMAT, "version": trainer.version, SEALED: True}))
+        files[VALUES] = trainer.value_head.state_dict()
+    if trainer.options.lora_rank:
+        files[f"{ADAPTER}/adapter_model.safetensors"] = to_peft(adapters(trainer.model))
+    return files
 
 
 def load(trainer: Trainer, folder: str | Path) -> int:
@@ -124,23 +140,15 @@ def load(trainer: Trainer, folder: str | Path) -> int:
     With adapters, the model must have been built from the folder that the run began with; merged weights are compared.
     """
     source = Path(folder)
-    try:
-        state = json.loads((source / STATE).read_text())
+    with whole(source):
+        version = saved_version(source)
         optimiser = load_file(source / OPTIMISER)
         weights = _weights(source)
-        own = _adapters(source) if trainer.options.lora_rank else {}
+        own = saved_adapters(source) if trainer.options.lora_rank else {}
         values = load_file(source / VALUES) if trainer.value_head is not None else {}
-        saved_format, version, _ = state["format"], state["version"], optimiser[RNG]
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{source} is not a whole checkpoint for these options ({line_of(error)}): give another"
-        ) from error
-    if saved_format != FORMAT:
-        raise CheckpointError(
-            f"{source} has format {saved_format}, this version of StaleFlow reads {FORMAT}: update StaleFlow"
-        )
-    _check_shapes(source, trainer.weights() | adapters(trainer.model), weights | own)
-    _check_trained(source, trainer, optimiser)
+        _ = optimiser[RNG]
+    check_shapes(source, trainer.weights() | adapters(trainer.model), weights | own)
+    check_trained(source, trainer, optimiser)
     trainer.reset()
     if trainer.options.lora_rank:
         trainer.model.load_state_dict(own, strict=False)
@@ -153,6 +161,28 @@ def load(trainer: Trainer, folder: str | Path) -> int:
     restore_optimiser(trainer, optimiser)
     trainer.version = version
     return version
+
+
+@contextmanager
+def whole(source: Path) -> Iterator[None]:
+    """What cannot be read here makes the checkpoint one that cannot be used."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{source} is not a whole checkpoint for these options ({line_of(error)}): give another"
+        ) from error
+
+
+def saved_version(source: Path) -> int:
+    state = json.loads((source / STATE).read_text())
+    if state["format"] != FORMAT:
+        raise CheckpointError(
+            f"{source} has format {state['format']}, this version of StaleFlow reads {FORMAT}: update StaleFlow"
+        )
+    return state["version"]
 
 
 @contextmanager
@@ -200,7 +230,7 @@ def restore_optimiser(trainer: Trainer, saved: Mapping[str, Tensor]) -> None:
         torch.cuda.set_rng_state(saved[CUDA_RNG], trainer.device)
 
 
-def _check_shapes(source: Path, mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+def check_shapes(source: Path, mine: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     for name, tensor in saved.items():
         if name not in mine or mine[name].shape != tensor.shape:
             its = tuple(mine[name].shape) if name in mine else "no such tensor"
@@ -210,7 +240,7 @@ def _check_shapes(source: Path, mine: dict[str, Tensor], saved: dict[str, Tensor
             )
 
 
-def _check_trained(source: Path, trainer: Trainer, optimiser: dict[str, Tensor]) -> None:
+def check_trained(source: Path, trainer: Trainer, optimiser: Iterable[str]) -> None:
     saved = {full.rpartition(" ")[0] for full in optimiser if full not in (RNG, CUDA_RNG)}
     if saved and (apart := saved ^ trained_parameters(trainer).keys()):
         raise CheckpointError(
@@ -223,13 +253,17 @@ def _check_base(source: Path, mine: dict[str, Tensor], saved: dict[str, Tensor])
     for name, tensor in saved.items():
         apart = (mine[name].cpu().to(tensor.dtype) - tensor).abs().max()
         if apart > SAME_BASE * tensor.abs().max():
-            raise CheckpointError(
-                f"{source}: its adapters do not belong to this model's {name}: build the trainer from the folder that "
-                "the run began with"
-            )
+            raise other_base(source, name)
 
 
-def _adapters(folder: Path) -> dict[str, Tensor]:
+def other_base(source: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{source}: its adapters do not belong to this model's {name}: build the trainer from the folder that the run "
+        "began with"
+    )
+
+
+def saved_adapters(folder: Path) -> dict[str, Tensor]:
     if (folder / ADAPTERS).exists():
         return load_file(folder / ADAPTERS)
     return from_peft(load_file(folder / ADAPTER / "adapter_model.safetensors"))

@@ -29,7 +29,7 @@ def log_probs(
     train_entropy: bool,
     kernels: ModuleType,
 ) -> tuple[Tensor, Tensor]:
-    """And entropies. The gradient of ``head`` is added to ``gradient``, if that is given."""
+    """And entropies. The gradient of ``head`` is added to ``gradient``, if that is given; else it is autograd's."""
     args = (head_VH, gradient_VH, targets_T, temperature, train_entropy, kernels)
     return _LogProbs.apply(hidden_TH, *args)  # pyright: ignore[reportReturnType]
 
@@ -62,6 +62,8 @@ class _LogProbs(torch.autograd.Function):
         hidden_TH, head_VH, *by_token = ctx.saved_tensors
         gradient_VH, temperature, kernels, cuts = ctx.rest
         d_hidden_TH = torch.empty_like(hidden_TH)
+        if own := ctx.needs_input_grad[1]:
+            gradient_VH = torch.zeros_like(head_VH, dtype=torch.promote_types(head_VH.dtype, torch.float32))
         given = (hidden_TH, d_hidden_TH, *by_token, d_logprobs_T.contiguous(), d_entropy_T.contiguous())
         for hidden, d_hidden, targets, entropy, totals, d_logprobs, d_entropy in zip(
             *(each.split(cuts) for each in given), strict=True
@@ -72,7 +74,8 @@ class _LogProbs(torch.autograd.Function):
             torch.mm(logits, head_VH, out=d_hidden)
             if gradient_VH is not None:
                 kernels.accumulate(gradient_VH, logits, hidden)
-        return d_hidden_TH, None, None, None, None, None, None
+        d_head_VH = gradient_VH.to(head_VH.dtype) if own and gradient_VH is not None else None
+        return d_hidden_TH, d_head_VH, None, None, None, None, None
 
 
 def _cuts(hidden_TH: Tensor, head_VH: Tensor) -> list[int]:

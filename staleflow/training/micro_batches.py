@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,6 +35,8 @@ class Known(NamedTuple):
     """Log-probabilities of the policy with which the step began."""
     values_T: Tensor | None = None
     """What the value head gave when the step began."""
+    wholes_T: Tensor | None = None
+    """Made tokens of the episode that a token belongs to; None: no episode has more than one branch."""
 
     def at(self, where: slice | Tensor) -> Known:
         return Known(*(None if each is None else each[where] for each in self))
@@ -76,7 +79,7 @@ def micro_batches(
     sizes = [row.prompt.size + row.tokens.size for row in rows]
     begin, before = 0, 0
     for end in cuts(sizes, most_tokens):
-        after = before + sum(row.tokens.size for row in rows[begin:end])
+        after = before + sum(row.made for row in rows[begin:end])
         yield _batch(rows[begin:end], known.at(slice(before, after)), device)
         begin, before = end, after
 
@@ -107,6 +110,10 @@ def _batch(rows: Sequence[Row], known: Known, device: torch.device | None) -> Mi
     sizes = np.diff(packed.starts)
     positions = np.arange(packed.tokens.size) - np.repeat(packed.starts[:-1], sizes)
     generated = np.flatnonzero(positions >= np.repeat(packed.prompt_lengths, sizes))
+    lengths = sizes - packed.prompt_lengths
+    if any(version < 0 for row in rows for version, _ in row.spans):
+        generated = generated[np.concatenate([row.made_at for row in rows])]
+        lengths = np.array([row.made for row in rows])
 
     def tensor(values: Any) -> Tensor:
         return moved(torch.from_numpy(np.ascontiguousarray(values)), device)
@@ -117,12 +124,22 @@ def _batch(rows: Sequence[Row], known: Known, device: torch.device | None) -> Mi
         tensor(generated - 1),
         tensor(packed.tokens[generated].astype(np.int64)),
         tensor(packed.logprobs[generated]),
-        Segments(tensor((sizes - packed.prompt_lengths).astype(np.int64)), generated.size),
+        Segments(tensor(lengths.astype(np.int64)), generated.size, *_shares(lengths, known, tensor)),
         tensor(packed.rewards),
         sizes.tolist(),
         tensor(packed.starts.astype(np.int32)),
         known.to(device),
     )
+
+
+def _shares(
+    lengths: npt.NDArray[Any], known: Known, tensor: Callable[[Any], Tensor]
+) -> tuple[Tensor | None, float | None]:
+    """Where episodes have several branches: the made tokens of each row's episode, and how many episodes that makes."""
+    if known.wholes_T is None:
+        return None, None
+    wholes = known.wholes_T.numpy()[np.cumsum(lengths) - 1]
+    return tensor(wholes), float((lengths / wholes).sum())
 
 
 class Outputs(NamedTuple):
@@ -167,7 +184,10 @@ def forward(
         if half and device.type == "cuda":
             from staleflow.training import kernels
 
-            head = (output.weight.detach().to(torch.bfloat16), _gradient(output.weight))
+            if output.weight.dtype == torch.bfloat16:  # gathered so from the ranks, which want its gradient back
+                head = (output.weight, None)
+            else:
+                head = (output.weight.detach().to(torch.bfloat16), _gradient(output.weight))
             found = log_probs(hidden_TH.to(torch.bfloat16), *head, batch.targets_T, temperature, entropic, kernels)
             return Outputs(*found, values_T)
         logits_TV = output(hidden_TH)

@@ -153,6 +153,9 @@ class Training(Section):
     """Tokens of one forward pass, about. The default is best on one CPU core; on a GPU, as many as fit."""
     device: Device = "cpu"
     """``cpu``, ``cuda`` or ``cuda:N``."""
+    ranks: Annotated[int, Range(1, 1024)] = 1
+    """Processes that share the model, its gradients and the optimiser's state (FSDP2). On GPUs each has its own, from
+    ``training.device`` on."""
 
     @property
     def has_values(self) -> bool:

@@ -34,6 +34,10 @@ class Segments:
     lengths_N: Tensor
     tokens: int
     """T, known without asking the device."""
+    wholes_N: Tensor | None = None
+    """Where a sequence may be a branch of an episode: tokens of the whole episode. It then weighs as its part."""
+    episodes: float | None = None
+    """How many episodes the parts make up."""
 
     @classmethod
     def of(cls, lengths: Sequence[int] | np.ndarray | Tensor, device: torch.device | str | None = None) -> Segments:
@@ -97,6 +101,8 @@ class Aggregation:
     ``token-mean``      sum_i sum_t l / sum_i |o_i|              every token weighs the same (DAPO)
     ``sequence-mean``   sum_i (sum_t l / |o_i|) / N              every sequence weighs the same (GRPO, GSPO)
     ``fixed-length``    sum_i sum_t l / (N * length)             no bias by length (Dr. GRPO)
+
+    All branches of an episode together are one sequence in this: opening a branch adds no weight.
     """
 
     kind: AggregationKind
@@ -111,7 +117,7 @@ class Aggregation:
         if self.length is not None and self.length < 1:
             raise ValueError(f"length={self.length}: give fixed-length the most tokens that a sequence may have")
 
-    def normaliser(self, tokens: int, sequences: int) -> int:
+    def normaliser(self, tokens: int, sequences: float) -> float:
         """What the sum is divided by, when all tokens and sequences of the step are counted."""
         if self.kind == "token-mean":
             return tokens
@@ -165,7 +171,8 @@ class LossSum:
     total: Tensor
     tokens: int
     """Kept ones: what a correction masks is not counted."""
-    sequences: int
+    sequences: float
+    """Whole ones, unless episodes have several branches: these count by their share of the tokens."""
     aggregation: Aggregation
     metrics: Metrics = field(default_factory=Metrics)
 
@@ -198,7 +205,7 @@ class LossSum:
         return replace(self, total=self.total.detach())
 
     @property
-    def normaliser(self) -> int:
+    def normaliser(self) -> float:
         return self.aggregation.normaliser(self.tokens, self.sequences)
 
     @property
@@ -229,13 +236,16 @@ def aggregate(
 ) -> LossSum:
     """Sum the losses of kept tokens; metrics are given per token and averaged over the kept ones."""
     segments.check_tokens(losses=values_T)
-    tokens, sequences = segments.tokens, segments.sequences
+    tokens, wholes_N = segments.tokens, segments.wholes_N
+    sequences = segments.sequences if segments.episodes is None else segments.episodes
     kept_T: Tensor | None = None
     if keep_N is not None:
         segments.check_sequences(keep=keep_N)
         kept_T = segments.spread(keep_N)
-        tokens, sequences = int(kept_T.sum()), int(keep_N.sum())
-    total_T = values_T / segments.spread(segments.lengths_N) if aggregation.kind == "sequence-mean" else values_T
+        shares_N = keep_N if wholes_N is None else torch.where(keep_N, segments.lengths_N / wholes_N, 0)
+        tokens, sequences = int(kept_T.sum()), shares_N.sum().item()
+    sizes_N = segments.lengths_N if wholes_N is None else wholes_N
+    total_T = values_T / segments.spread(sizes_N) if aggregation.kind == "sequence-mean" else values_T
     sums: dict[str, tuple[Tensor, Tensor | int]] = {
         name: (_kept(each_T.detach(), kept_T).sum(), tokens) for name, each_T in (metrics or {}).items()
     }

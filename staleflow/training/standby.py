@@ -21,15 +21,16 @@ from the folder, as when the run began.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
-from staleflow.servers.weights import LocalParameterServer, WeightsError
+from staleflow.servers.weights import WeightsError
 from staleflow.training.checkpoints import optimiser_state, restore_optimiser, trained_parameters
 from staleflow.training.fed import note_of
 from staleflow.training.trainer import Trainer
@@ -38,9 +39,21 @@ MOST_BEHIND = 8
 """Updates that a trainer may have to make again."""
 
 
+class Store(Protocol):
+    """What is needed of a parameter server."""
+
+    def push(self, version: int, tensors: Mapping[str, Tensor], /) -> Any: ...
+    def newest(self) -> int: ...
+    def pull(self, into: Mapping[str, Tensor], at_least: int = 0, *, verify: bool = False) -> int: ...
+    def forget(self) -> None: ...
+    def close(self) -> None: ...
+    def detach(self) -> None: ...
+
+
 class Standby:
-    def __init__(self, server: LocalParameterServer, folder: Path, share: float = 0.25) -> None:
-        """``folder``: for what was fed. ``share``: of the time at most that copies take, but for ``MOST_BEHIND``."""
+    def __init__(self, server: Store, folder: Path | None, share: float = 0.25) -> None:
+        """``folder``: for what was fed; None: another rank writes that down. ``share``: of the time at most that copies
+        take, but for ``MOST_BEHIND``."""
         self._server = server
         self._folder = folder
         self._share = share
@@ -69,13 +82,16 @@ class Standby:
             raise WeightsError(f"{self._note(step)} is missing: resume from a checkpoint") from None
 
     def keep(self, trainer: Trainer) -> None:
-        """Copy the trainer between two steps, if it is time to. Until that is done it may compute gradients, and not
-        update."""
+        """Copy the trainer between two steps, if it is time to."""
         self.wait()
         now, behind = time.perf_counter(), trainer.version - self._server.newest()
-        if behind < MOST_BEHIND and (now - self._kept_at) * self._share < self._copy_s:
-            return
-        self._kept_at = now
+        if behind >= MOST_BEHIND or (now - self._kept_at) * self._share >= self._copy_s:
+            self.copy(trainer)
+
+    def copy(self, trainer: Trainer) -> None:
+        """Until that is done the trainer may compute gradients, and not update."""
+        self.wait()
+        self._kept_at = time.perf_counter()
         ready = torch.cuda.current_stream(trainer.device).record_event() if trainer.device.type == "cuda" else None
         self._copying = self._pool.submit(self._copy, trainer.version, state(trainer), ready)
 
@@ -97,11 +113,12 @@ class Standby:
         self._forget(version)
 
     def _note(self, step: int) -> Path:
+        assert self._folder is not None
         return note_of(self._folder, step)
 
     def _forget(self, before: int) -> None:
         """Delete what was fed to steps that will not be made again."""
-        for note in self._folder.glob("fed-*.msgpack"):
+        for note in self._folder.glob("fed-*.msgpack") if self._folder is not None else ():
             if note < self._note(before):
                 note.unlink(missing_ok=True)
 

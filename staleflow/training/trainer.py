@@ -39,8 +39,17 @@ from staleflow.training.micro_batches import Known, MicroBatch, Outputs, forward
 from staleflow.training.options import CORRECTIONS, TrainerOptions
 from staleflow.training.packed import LossSum, Metrics, scale_gradients
 from staleflow.training.report import StepReport, metric_values
-from staleflow.training.work import GroupRows, StepWork, estimate_by_gae, shaped_rewards, signals, with_advantages
-from staleflow.types import Row
+from staleflow.training.work import (
+    GroupRows,
+    StepWork,
+    episodes_of,
+    estimate_by_gae,
+    of_episodes,
+    shaped_rewards,
+    signals,
+    with_advantages,
+)
+from staleflow.types import GIVEN, Row, oldest
 
 __all__ = ["GroupRows", "StalenessError", "StepReport", "Trainer", "TrainerOptions"]
 
@@ -98,6 +107,8 @@ class Trainer:
         like = next(model.parameters())
         self.device: torch.device = like.device
         self.value_head = ValueHead(model.config.hidden_size, like) if options.has_values else None
+        self._decoder = self._reference_decoder = None
+        self._place()
         trained = [each for each in model.parameters() if each.requires_grad]
         parts: list[dict[str, Any]] = [{"params": trained, "peak": options.learning_rate}]
         if self.value_head is not None:
@@ -112,11 +123,19 @@ class Trainer:
         self._policy_loss, self._aggregation = policy_loss(options)
         knobs = {"importance_cap": options.importance_cap, "sequence_band": options.sequence_band}
         self._correct = CORRECTIONS.bound(options.correction, knobs, options.correction_arguments)
-        self._half = options.autocast == "auto" and self.device.type == "cuda"
-        self._decoder = by_hand(model, options.activation_checkpointing) if self._half else None
-        self._reference_decoder = by_hand(self.reference) if self._half and apart else None
         self._clock = clock_of(self.device)
         self._open = self._nothing()
+
+    def _place(self) -> None:
+        """Decide where and how passes are computed: on this device, on a GPU by hand if the model is such."""
+        if self._half:
+            self._decoder = by_hand(self.model, self.options.activation_checkpointing)
+            self._reference_decoder = by_hand(self.reference) if self.reference is not None else None
+
+    @property
+    def _half(self) -> bool:
+        """Whether matrix products are in bfloat16."""
+        return self.options.autocast == "auto" and self.device.type == "cuda"
 
     def feed(self, step: int, groups: Sequence[GroupRows]) -> None:
         """Accumulate these groups, all of whose members are there; ``advance`` says when."""
@@ -127,15 +146,17 @@ class Trainer:
         rows = [row for group in groups for row in group]
         for row in rows:
             for version, count in row.spans:
-                if not 0 <= step - version <= self.options.max_staleness:
+                if version != GIVEN and not 0 <= step - version <= self.options.max_staleness:
                     raise StalenessError(
                         f"trajectory {row.name} has {count} tokens of version {version}, {step - version} steps old at "
                         f"step {step}; the bound is {self.options.max_staleness}"
                     )
         for row in rows:
             for version, count in row.spans:
-                self._open.token_staleness[step - version] += count
-            self._open.trajectory_staleness[step - min((version for version, _ in row.spans), default=step)] += 1
+                if version != GIVEN:
+                    self._open.token_staleness[step - version] += count
+            first = oldest(row.spans)
+            self._open.trajectory_staleness[0 if first is None else step - first] += 1
         self._open.groups += groups
         if self.options.whole_batch is None:
             self._open.waiting += groups
@@ -221,7 +242,7 @@ class Trainer:
         work = StepWork(groups)
         if self.options.measures_first:
             work = StepWork(groups, self._measured(work.rows))
-        work = with_advantages(work, self.options)
+        work = of_episodes(with_advantages(work, self.options))
         teaching = signals(work)
         self._open.without_signal += [
             tokens for tokens, teaches in zip(work.tokens, teaching, strict=True) if not teaches
@@ -328,9 +349,9 @@ class Trainer:
         self._open.norms.append(norm)
 
     def _report(self, step: int, done: _Open, early_s: float) -> StepReport:
-        rows = [row for group in done.groups for row in group]
-        rewards_N = torch.tensor([row.reward for row in rows], dtype=torch.float64)
-        lengths_N = torch.tensor([row.tokens.size for row in rows])
+        episodes = [rows for group in done.groups for rows in episodes_of(group)]
+        rewards_N = torch.tensor([rows[0].reward for rows in episodes], dtype=torch.float64)
+        lengths_N = torch.tensor([sum(row.made for row in rows) for rows in episodes])
         return StepReport(
             step=step,
             groups=len(done.groups),

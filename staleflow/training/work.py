@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -25,6 +26,13 @@ from staleflow.types import Row
 
 GroupRows = Sequence[Row]
 """The members of one group, as the trainer gets them."""
+
+
+def episodes_of(group: GroupRows) -> list[list[Row]]:
+    """The rows of each episode; one that belongs to none is one of its own."""
+    if not any(row.episode for row in group):
+        return [[row] for row in group]
+    return [list(rows) for _, rows in groupby(group, key=lambda row: row.episode or row.name)]
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,16 @@ class StepWork:
     @cached_property
     def tokens(self) -> list[int]:
         """Generated tokens of each group."""
-        return [sum(row.tokens.size for row in group) for group in self.groups]
+        return [sum(row.made for row in group) for group in self.groups]
+
+    @cached_property
+    def episodes(self) -> list[list[Row]]:
+        """The rows of each episode, in their order."""
+        return [rows for group in self.groups for rows in episodes_of(group)]
+
+    @property
+    def branched(self) -> bool:
+        return len(self.episodes) < len(self.rows)
 
     def only(self, keep: Sequence[bool]) -> StepWork:
         """The work for the groups that ``keep`` marks."""
@@ -81,17 +98,35 @@ def with_advantages(work: StepWork, options: TrainerOptions) -> StepWork:
     """The same work with its advantages. Those of GAE stay unknown until a forward pass has given the values."""
     if options.has_values and not options.whiten_advantages:
         return work
-    rewards_N = torch.tensor([row.reward for row in work.rows], dtype=torch.float64)
-    segments = Segments.of([row.tokens.size for row in work.rows])
     if options.has_values:
         assert work.known.values_T is not None
+        rewards_N = torch.tensor([row.reward for row in work.rows], dtype=torch.float64)
+        segments = Segments.of([row.made for row in work.rows])
         advantages_T = estimate_by_gae(rewards_N, work.known.values_T, segments, options).advantages_T
     else:
-        rewards_N = shaped_rewards(rewards_N, segments.lengths_N, options)
+        rewards_N = torch.tensor([rows[0].reward for rows in work.episodes], dtype=torch.float64)
+        segments = Segments.of([sum(row.made for row in rows) for rows in work.episodes])
+        longest_N = segments.lengths_N
+        if work.branched:
+            longest_N = torch.tensor([max(row.made for row in rows) for rows in work.episodes])
+        rewards_N = shaped_rewards(rewards_N, longest_N, options)
         advantages_T = _from_rewards(work, rewards_N, segments, options)
     if options.whiten_advantages:
         advantages_T = whiten(advantages_T.double())
     return StepWork(work.groups, work.known._replace(advantages_T=advantages_T))
+
+
+def of_episodes(work: StepWork) -> StepWork:
+    """The same work, where each branch weighs as a part of its episode, without rows whose tokens are not trained."""
+    if work.branched:
+        wholes = [sum(row.made for row in rows) for rows in work.episodes]
+        wholes_T = torch.repeat_interleave(torch.tensor(wholes), torch.tensor(wholes))
+        work = StepWork(work.groups, work.known._replace(wholes_T=wholes_T))
+    if not any(row.masked for row in work.rows):
+        return work
+    kept_N, lengths_N = ([not row.masked for row in work.rows], [row.made for row in work.rows])
+    kept_T = torch.repeat_interleave(torch.tensor(kept_N), torch.tensor(lengths_N))
+    return StepWork([[row for row in group if not row.masked] for group in work.groups], work.known.at(kept_T))
 
 
 def signals(work: StepWork) -> list[bool]:
@@ -102,7 +137,7 @@ def signals(work: StepWork) -> list[bool]:
 
 
 def _from_rewards(work: StepWork, rewards_N: Tensor, segments: Segments, options: TrainerOptions) -> Tensor:
-    groups_N = torch.tensor([at for at, group in enumerate(work.groups) for _ in group])
+    groups_N = torch.tensor([at for at, group in enumerate(work.groups) for _ in episodes_of(group)])
     found: Tensor = ADVANTAGES.load(options.advantage)(rewards_N, groups_N, segments, **options.advantage_arguments)
     if found.shape == (segments.sequences,):
         return segments.spread(found)

@@ -10,8 +10,9 @@ What is kept is in files, for the evaluator that takes this one's place should i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import comb
 from pathlib import Path
 from statistics import fmean
@@ -39,6 +40,15 @@ Judged = Callable[[Sequence[tuple[Problem, Sequence[int]]], Callable[[], None]],
 """The rewards of responses, given as tokens, or why there is none; calls the function as it moves."""
 
 
+Played = Callable[
+    [Sequence[tuple[Sequence[int], Problem]], int, Sampling, Callable[[], None]],
+    tuple[list[tuple[int, Judgement]], list[str]],
+]
+"""What ``judged`` gives, for problems that environments play."""
+Responder = Callable[[Sequence[Request], Callable[[], None]], Iterable[tuple[str, Sequence[int]]]]
+"""Gives the name of each request with the tokens of its response."""
+
+
 class Evaluator:
     def __init__(
         self,
@@ -46,15 +56,18 @@ class Evaluator:
         weights: LendingSource,
         problems: Sequence[tuple[Sequence[int], Problem]],
         sampling: Sampling,
-        judge: Judged,
+        judge: Judged | None,
         folder: Path,
         moved: Callable[[], None] = lambda: None,
         samples: int = 1,
         names: Sequence[str] = (),
         best: Best | None = None,
+        played: Played | None = None,
     ) -> None:
         """``folder``: for what is kept. ``moved`` is called whenever something was done. ``samples``: responses to each
-        problem. ``names``: of the rewards, if there are several. ``best`` keeps the best version."""
+        problem. ``names``: of the rewards, if there are several. ``best`` keeps the best version.
+        ``played``: plays the problems, where nobody judges responses."""
+        self._played = played
         self._samples = samples
         self._names = names
         self._best = best
@@ -89,23 +102,12 @@ class Evaluator:
         """A version and its mean reward on the problems. What cannot be scored is left out, and counted."""
         began = time.perf_counter()
         version = self._engine.pull(source, 0)
-        asked = [at for at in range(len(self._problems)) for _ in range(self._samples)]
-        self._engine.submit(
-            [
-                Request(str(number), 1, self._problems[at][0], sampling=replace(self._sampling, seed=number))
-                for number, at in enumerate(asked)
-            ]
-        )
-        of: list[int] = []
-        answers: list[tuple[Problem, Sequence[int]]] = []
-        while self._engine.busy:
-            for result in self._engine.step().finished:
-                of.append(asked[int(result.name)])
-                answers.append((self._problems[of[-1]][1], result.tokens))
-            self._moved()
-        judged = self._judge(answers, self._moved)
-        scored = [(at, each) for at, each in zip(of, judged, strict=True) if not isinstance(each, str)]
-        failures = [each for each in judged if isinstance(each, str)]
+        if self._played is not None:
+            scored, failures = self._played(self._problems, self._samples, self._sampling, self._moved)
+        else:
+            assert self._judge is not None
+            answer = partial(respond, self._engine)
+            scored, failures = judged(answer, self._problems, self._samples, self._sampling, self._judge, self._moved)
         found = figures(scored, self._names)
         evaluated = Evaluated(
             version,
@@ -119,6 +121,39 @@ class Evaluator:
         if self._best is not None and (why := self._best.offer(evaluated, self._engine.weights())):
             return msgspec.structs.replace(evaluated, trouble=why)
         return evaluated
+
+
+def judged(
+    answer: Responder,
+    problems: Sequence[tuple[Sequence[int], Problem]],
+    samples: int,
+    sampling: Sampling,
+    judge: Judged,
+    moved: Callable[[], None],
+) -> tuple[list[tuple[int, Judgement]], list[str]]:
+    """Responses to each problem, judged, each with the number of its problem; and why the others could not be."""
+    asked = [at for at in range(len(problems)) for _ in range(samples)]
+    requests = [
+        Request(str(number), 1, problems[at][0], sampling=replace(sampling, seed=number))
+        for number, at in enumerate(asked)
+    ]
+    made = sorted((int(name), tokens) for name, tokens in answer(requests, moved))  # they come in any order
+    answers = [(asked[number], tokens) for number, tokens in made]
+    verdicts = judge([(problems[at][1], tokens) for at, tokens in answers], moved)
+    both = [(at, verdict) for (at, _), verdict in zip(answers, verdicts, strict=True)]
+    scored = [(at, each) for at, each in both if not isinstance(each, str)]
+    return scored, [each for _, each in both if isinstance(each, str)]
+
+
+def respond(
+    engine: Engine, requests: Sequence[Request], moved: Callable[[], None]
+) -> Iterator[tuple[str, Sequence[int]]]:
+    """The name of each request and the tokens of its response, as the engine ends them."""
+    engine.submit(requests)
+    while engine.busy:
+        for result in engine.step().finished:
+            yield result.name, result.tokens
+        moved()
 
 
 def figures(scored: Sequence[tuple[int, Judgement]], names: Sequence[str]) -> dict[str, float]:

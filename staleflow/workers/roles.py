@@ -9,6 +9,7 @@ Nothing here knows how the process was started or what carries its messages.
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from operator import methodcaller
@@ -23,10 +24,18 @@ if TYPE_CHECKING:
     from staleflow.config import Config
     from staleflow.rollout.engine import Engine
     from staleflow.servers.weights import LocalParameterServer
+    from staleflow.servers.weights.mirror import MirroredWeights
+    from staleflow.workers.trainer import TrainerWorker
+
+
+TAKE_OVER_S = 60.0
+"""A trainer that begins on another node may find somebody there who still fetches."""
 
 
 def build(setup: Setup, link: Link) -> Callable[[], None]:
-    return {"instance": _instance, "trainer": _trainer, "evaluator": _evaluator}[setup.role](setup, link)
+    serve = {"instance": _instance, "trainer": _trainer, "evaluator": _evaluator}[setup.role](setup, link)
+    gc.freeze()  # what is loaded stays: to look at all of it for garbage takes a quarter of a second each time
+    return serve
 
 
 class LazyWeights:
@@ -46,12 +55,30 @@ class LazyWeights:
     def lend(self, use: Callable[[int, Iterator[tuple[str, Any]]], None], at_least: int) -> int:
         return self._joined().lend(use, at_least)
 
+    def wait_for(self, at_least: int) -> None:
+        """What was announced is there."""
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.detach()
+
     def _joined(self) -> LocalParameterServer:
         if self._server is None:
             from staleflow.servers.weights import LocalParameterServer
 
             self._server = LocalParameterServer.attach(self._store)
         return self._server
+
+
+def _weights(setup: Setup, link: Link) -> LazyWeights | MirroredWeights:
+    if not setup.source:
+        return LazyWeights(setup.store)
+    from staleflow.servers.weights.mirror import MirroredWeights
+    from staleflow.workers.evaluator import Signs
+
+    weights = MirroredWeights(setup.store, Path(setup.source))
+    weights.moved = Signs(link).move  # whoever waits for another trainer does not stand still
+    return weights
 
 
 def _instance(setup: Setup, link: Link) -> Any:
@@ -61,9 +88,19 @@ def _instance(setup: Setup, link: Link) -> Any:
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
     requests = Requests(config.sampling(stop_tokens(Path(setup.model))), config.seed)
-    worker = RolloutWorker(setup.name, _engine(setup, config), LazyWeights(setup.store), requests, setup.incarnation)
+    weights = _weights(setup, link)
+    parts = setup.name, _engine(setup, config), weights, requests, setup.incarnation
+    worker = RolloutWorker(*parts, before_pull=weights.wait_for)
     link.send(Ready(-1))
-    return lambda: serve(worker, link)
+    return _then_close(weights, lambda: serve(worker, link))
+
+
+def _then_close(weights: LazyWeights | MirroredWeights, serve: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        with contextlib.closing(weights):
+            serve()
+
+    return run
 
 
 def _engine(setup: Setup, config: Config) -> Engine:
@@ -73,22 +110,16 @@ def _engine(setup: Setup, config: Config) -> Engine:
 
 def _trainer(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
-    from staleflow.servers.weights import standby_of
-    from staleflow.training.build import build
-    from staleflow.training.checkpoints import load as load_checkpoint
-    from staleflow.training.standby import Standby
-    from staleflow.workers.trainer import TrainerWorker, serve
+    from staleflow.workers.trainer import serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
-    trainer = build(setup.model, config.trainer_options())
-    weights = _store(setup, setup.store, config.rollout.dtype)
-    kept = Standby(_store(setup, standby_of(setup.store)), Path(setup.run)) if config.processes.with_standby else None
-    stores = [weights] if kept is None else [weights, kept]
-    worker = TrainerWorker(trainer, weights, link.send, Path(setup.model), kept)
+    stores: list[Any] = []
+    make = _sharded if config.training.ranks > 1 else _alone
+    worker = make(setup, link, config, stores)
     if not worker.revive() and setup.checkpoint:
-        load_checkpoint(trainer, setup.checkpoint)
+        worker.load(setup.checkpoint)
     worker.publish()
-    link.send(Ready(trainer.version))
+    link.send(Ready(worker.trainer.version))
 
     def run() -> None:
         leave = methodcaller("close")
@@ -104,7 +135,37 @@ def _trainer(setup: Setup, link: Link) -> Any:
     return run
 
 
-def _store(setup: Setup, name: str, dtype: str = "float32") -> LocalParameterServer:
+def _alone(setup: Setup, link: Link, config: Config, stores: list[Any]) -> TrainerWorker:
+    """A trainer in this process. ``stores`` gets what is to be closed, or left to a successor."""
+    from staleflow.servers.weights import standby_of
+    from staleflow.training.build import build
+    from staleflow.training.rehearsal import rehearse
+    from staleflow.training.standby import Standby
+    from staleflow.workers.trainer import TrainerWorker
+
+    trainer = build(setup.model, config.trainer_options())
+    if trainer.device.type == "cuda":
+        rehearse(trainer)
+    weights = store_of(setup, setup.store, config.rollout.dtype)
+    stores.append(weights)
+    kept = None
+    if config.processes.with_standby:
+        kept = Standby(store_of(setup, standby_of(setup.store)), Path(setup.run))
+        stores.append(kept)
+    return TrainerWorker(trainer, weights, link.send, Path(setup.model), kept)
+
+
+def _sharded(setup: Setup, link: Link, config: Config, stores: list[Any]) -> TrainerWorker:
+    """The same over several processes."""
+    from staleflow.workers.team import Team
+
+    team = Team(setup, config.training.ranks)  # before this one imports what they import too
+    from staleflow.workers.sharded import lead
+
+    return lead(team, setup, link, config, stores)
+
+
+def store_of(setup: Setup, name: str, dtype: str = "float32") -> LocalParameterServer:
     """That of the trainer before this one, or a new one. One left by an earlier attempt of the run is not resumed
     from: it may be ahead of the checkpoint that this attempt began with."""
     import torch
@@ -113,7 +174,7 @@ def _store(setup: Setup, name: str, dtype: str = "float32") -> LocalParameterSer
 
     if setup.standby:
         with contextlib.suppress(NoStoreError):  # it died before it made one
-            return LocalParameterServer.take_over(name)
+            return LocalParameterServer.take_over(name, wait_s=TAKE_OVER_S if setup.source else 0.0)
     cast = torch.bfloat16 if dtype == "bfloat16" else None  # in full precision an engine reads what is trained
     return LocalParameterServer.create(name, dtype=cast)
 
@@ -130,7 +191,13 @@ def _evaluator(setup: Setup, link: Link) -> Any:
     task = open_task(config.data, source, Path(setup.model), config.seed, config.evaluation.problems)
     engine = _engine(setup, config)
     cut = was_cut(task, config.rollout.stop_strings)
-    judge = Judge(config.reward, decoder_of(config.data, Path(setup.model)), cut)
+    judge = played = None
+    if config.environment.play is None:
+        judge = Judge(config.reward, decoder_of(config.data, Path(setup.model)), cut)
+    else:
+        from staleflow.workers.playing import played_by
+
+        played = played_by(engine, config.environment, task, Path(setup.model))
     moved, sampling = Signs(link).move, config.evaluation_sampling(task.stop_tokens)
     kept = Path(setup.run) / "kept"
     if not setup.standby:  # versions of another attempt, which may not be those that this one makes
@@ -138,9 +205,10 @@ def _evaluator(setup: Setup, link: Link) -> Any:
     best = None
     if config.checkpoints.best:
         best = Best(Path(setup.run) / "checkpoints" / "best", Path(setup.model), config.evaluation.figure)
+    weights = _weights(setup, link)
     evaluator = Evaluator(
         engine,
-        LazyWeights(setup.store),
+        weights,
         task.held_out,
         sampling,
         judge,
@@ -149,6 +217,7 @@ def _evaluator(setup: Setup, link: Link) -> Any:
         config.evaluation.samples,
         config.reward.names,
         best,
+        played,
     )
     link.send(Ready(-1))
-    return lambda: serve(evaluator, link)
+    return _then_close(weights, lambda: serve(evaluator, link))

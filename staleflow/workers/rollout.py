@@ -68,6 +68,8 @@ class _Held:
     epoch: int
     reported: int
     """Tokens that the control plane knows."""
+    turn: bool = False
+    """Whether it is asked why it ended."""
 
 
 class RolloutWorker:
@@ -78,7 +80,9 @@ class RolloutWorker:
         weights: WeightSource,
         request_of: Callable[[Work], Request],
         incarnation: int = 0,
+        before_pull: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """``before_pull`` gets the version that is to be pulled, and may wait for it."""
         self.name = name
         self.engine = engine
         self.applied = Fence(0, incarnation, 0)
@@ -87,6 +91,7 @@ class RolloutWorker:
         """The version to load: the host must call ``pull`` before any later command is applied."""
         self._weights = weights
         self._request_of = request_of
+        self._before_pull = before_pull
         self._early: dict[Fence, Command] = {}
         self._held: dict[str, _Held] = {}
         self._finished: list[TrajectoryNews] = []
@@ -123,6 +128,7 @@ class RolloutWorker:
     def pull(self) -> None:
         """Load the requested version, or a newer one, and apply the commands behind it."""
         assert self.pulling is not None
+        self._before_pull(self.pulling)
         self._pulled = self.engine.pull(self._weights, self.pulling)
         self.pulling = None
         self._obey()
@@ -136,7 +142,7 @@ class RolloutWorker:
                 case Submit(work=work):
                     self._abort([each.trajectory for each in work if each.trajectory in self._held])
                     for each in work:
-                        self._held[each.trajectory] = _Held(each.epoch, token_count(each.spans))
+                        self._held[each.trajectory] = _Held(each.epoch, token_count(each.spans), each.limit > 0)
                     self.engine.submit([self._request_of(each) for each in work])
                 case Return(names=names):
                     self.engine.interrupt([name for name, epoch in names if self._holds(name, epoch)])
@@ -199,16 +205,20 @@ class RolloutWorker:
     def _left(self, results: list[Result]) -> list[TrajectoryNews]:
         """News of trajectories that left the engine, except those that were dropped in the meantime."""
         news: list[TrajectoryNews] = []
-        for name, epoch, _, tokens, logprobs, spans, _ in results:
+        for name, epoch, reason, tokens, logprobs, spans, _ in results:
             held = self._held.get(name)
             if held is not None and held.epoch == epoch:
                 del self._held[name]
-                news.append(_news(name, held, spans, tokens[held.reported :], logprobs[held.reported :]))
+                why = reason if held.turn else ""
+                news.append(_news(name, held, spans, tokens[held.reported :], logprobs[held.reported :], why))
         return news
 
 
-def _news(name: str, held: _Held, spans: Spans, tokens: list[int], logprobs: list[float]) -> TrajectoryNews:
-    return TrajectoryNews(name, held.epoch, spans, Chunk.of(held.reported, tokens, logprobs) if tokens else None)
+def _news(
+    name: str, held: _Held, spans: Spans, tokens: list[int], logprobs: list[float], reason: str = ""
+) -> TrajectoryNews:
+    chunk = Chunk.of(held.reported, tokens, logprobs) if tokens else None
+    return TrajectoryNews(name, held.epoch, spans, chunk, reason)
 
 
 class Requests:
@@ -219,6 +229,7 @@ class Requests:
         self._seed = seed
 
     def __call__(self, work: Work) -> Request:
+        limit = {"max_tokens": min(work.limit, self._sampling.max_tokens)} if work.limit else {}
         return Request(
             work.trajectory,
             work.epoch,
@@ -227,7 +238,7 @@ class Requests:
             np.frombuffer(work.logprobs, LOGPROB).tolist(),
             work.spans,
             work.group,
-            replace(self._sampling, seed=draw_seed(self._seed, work.trajectory)),
+            replace(self._sampling, seed=draw_seed(self._seed, work.trajectory), **limit),
         )
 
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from staleflow.errors import line_of
 from staleflow.servers.weights import ParameterServer
-from staleflow.training.checkpoints import save
+from staleflow.training.checkpoints import load, save
 from staleflow.training.standby import Standby
 from staleflow.training.trainer import StalenessError, StepReport, Trainer
 from staleflow.types import (
@@ -57,8 +57,10 @@ class TrainerWorker:
         send: Callable[[msgspec.Struct], None],
         base: Path | None = None,
         standby: Standby | None = None,
+        save: Callable[..., None] = save,
     ) -> None:
-        """``standby``: where each version leaves what a trainer needs to take this one's place."""
+        """``standby``: where each version leaves what a trainer needs to take this one's place. ``save``: what writes
+        checkpoints."""
         self.trainer = trainer
         self._began = time.perf_counter()
         """When the present step did."""
@@ -72,6 +74,7 @@ class TrainerWorker:
         self._send = send
         self._base = base
         self._standby = standby
+        self._write = save
 
     def publish(self) -> None:
         """Make the present version available, if it is not yet: a trainer before this one may have done so."""
@@ -92,6 +95,10 @@ class TrainerWorker:
                 self.trainer.feed(step, groups)
             self._tell(step, self.trainer.finish(step), 0.0, 0.0)  # it may have died before it could
         return True
+
+    def load(self, folder: str) -> None:
+        """Become the trainer that wrote this checkpoint."""
+        load(self.trainer, folder)
 
     def handle(self, messages: Iterable[Any]) -> bool:
         """Do what they say, in order. False once one of them says to stop. Without messages: report that it is idle."""
@@ -174,7 +181,8 @@ class TrainerWorker:
         self._send(Trained(step, facts(report), *ages, busy_s, idle_s))
 
     def _push(self) -> None:
-        self._weights.push(self.trainer.version, self.trainer.weights())
+        if self.trainer.version > self._weights.newest():  # or the step is made again where others have its version
+            self._weights.push(self.trainer.version, self.trainer.weights())
 
     def _save(self, folder: Path, also: Mapping[str, bytes]) -> None:
         """Asked again, by a control plane that did not hear the answer, there is nothing to do. What another attempt at
@@ -182,7 +190,7 @@ class TrainerWorker:
         why = ""
         if not folder.is_dir() or any(content != _content(folder / name) for name, content in also.items()):
             try:
-                save(self.trainer, folder, base=self._base, also=also, replace=True)
+                self._write(self.trainer, folder, base=self._base, also=also, replace=True)
             except (OSError, SafetensorError) as error:
                 why = line_of(error)
         self._send(Saved(str(folder), self.trainer.version, why))

@@ -33,9 +33,9 @@ def survived(tmp_path: Path, *words: str) -> list[dict[str, Any]]:
 
 
 def test_a_run_survives_killed_processes_a_full_disk_and_an_absent_service_and_can_be_stopped(tmp_path: Path) -> None:
-    plan = "kill i0 + kill reward, disk + service gone"
+    plan = "kill i0 + kill reward, control, disk + service gone"
     (case,) = survived(tmp_path, *TWO, "--plan", plan)
-    assert case["restarts"]["instance"] == {"killed (SIGKILL; out of memory?)": 1}
+    assert case["restarts"]["instance"]["killed (SIGKILL; out of memory?)"] == 1  # or more: cores are busy
     assert sum(case["restarts"]["reward"].values()) == 1
     noticed = {(each["kind"], each["name"]): each["noticed_s"] for each in case["faults"]}
     assert all(seconds is not None for seconds in noticed.values()), noticed

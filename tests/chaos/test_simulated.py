@@ -77,12 +77,21 @@ def a_version_that_was_not_announced_is_rolled_back(patch: pytest.MonkeyPatch) -
 def a_response_without_a_score_is_forgotten_in_a_recovery(patch: pytest.MonkeyPatch) -> None:
     recover = ControlPlane.recover
 
-    def forgetful(self: ControlPlane, reports: Iterable[Report] = (), trainer_there: bool = True) -> None:
+    def forgetful(self: ControlPlane, steps: int, reports: Iterable[Report] = (), trainer_there: bool = True) -> None:
         with pytest.MonkeyPatch.context() as inside:
             inside.setattr(self.scoring, "ask", lambda _trajectory: None)
-            recover(self, reports, trainer_there)
+            recover(self, steps, reports, trainer_there)
 
     patch.setattr(ControlPlane, "recover", forgetful)
+
+
+def a_recovery_does_not_know_which_step_is_the_last(patch: pytest.MonkeyPatch) -> None:
+    recover = ControlPlane.recover
+
+    def endless(self: ControlPlane, _steps: int, reports: Iterable[Report] = (), trainer_there: bool = True) -> None:
+        recover(self, 10**9, reports, trainer_there)
+
+    patch.setattr(ControlPlane, "recover", endless)
 
 
 PLANTED: tuple[tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]], ...] = (
@@ -90,6 +99,7 @@ PLANTED: tuple[tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]], ...
     (what_waited_for_the_disk_is_said_to_whoever_is_there, ("full_disk", "kill_trainer")),
     (a_version_that_was_not_announced_is_rolled_back, ("kill_trainer_after_push",)),
     (a_response_without_a_score_is_forgotten_in_a_recovery, ("kill_control",)),
+    (a_recovery_does_not_know_which_step_is_the_last, ("kill_control_at_an_event",)),
 )
 
 
@@ -98,4 +108,5 @@ def test_a_planted_mistake_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    assert any(outcome_of(seed, kinds).failure for seed in range(2, 60))
+    short = range(3, 100, 5)
+    assert any(outcome_of(seed, kinds).failure for seed in (*short, *range(2, 60)))

@@ -21,7 +21,7 @@ from staleflow.servers.database import JournalError
 from staleflow.simulate.setting import assumptions, preset, setting_of
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("train", "simulate", "compare", "plan", "profile")
+COMMANDS = ("train", "simulate", "compare", "plan", "profile", "evaluate")
 TINY = ("--steps", "3", "--groups", "4", "--group-size", "2", "--json")
 
 
@@ -174,7 +174,7 @@ def test_a_documented_command_line_is_understood(line: str, tmp_path: Path, monk
         profile.read(options)
     elif options.command == "compare":
         compare.read(options)
-    elif options.command == "train":
+    elif options.command in ("train", "evaluate"):
         given_settings(options).config()
     else:
         read_setting(options, given_settings(options))

@@ -1,15 +1,22 @@
 """Bad input gets one line that says what to write instead, exit code 2, and leaves nothing behind."""
 
+import argparse
 import json
+import os
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from staleflow.cli import main
-from staleflow.commands.train import summary_text
-from staleflow.config import load, to_yaml
+from staleflow.cli import main, parse
+from staleflow.commands import train
+from staleflow.commands.common import typed
+from staleflow.commands.train import run_once, summary_text
+from staleflow.config import Config, load, to_yaml
 from staleflow.run.directory import RunDirectory
 from staleflow.run.state import STATE
+from staleflow.runtime.local.supervisor import NO_ROOM, Supervisor
 from tests.refusals import refused_command
 from tests.tiny_models import save_chat, save_tiny
 
@@ -87,6 +94,29 @@ def test_a_resume_without_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_p
     assert "has no whole checkpoint to resume from" in capsys.readouterr().err
 
 
+def test_a_control_plane_killed_while_a_resume_loads_is_followed_by_another_with_the_same_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chaos, seed 2049: the supervisor had not heard yet what was to be continued, and the run ended."""
+    run = existing_run(tmp_path)
+    (run / "events.db").write_bytes(b"")
+    told: list[Path] = []
+    steps: list[int] = []
+
+    def killed(config: Config, *_: object) -> None:
+        steps.append(config.steps)
+        raise SystemExit
+
+    monkeypatch.setattr("staleflow.commands.train.train", killed)
+    options = parse(["train", "--resume", str(run), "steps=77"])
+    for before in (None, run):
+        supervisor = SimpleNamespace(run=before, tell=told.append)
+        with pytest.raises(SystemExit):
+            run_once(options, supervisor)  # type: ignore[arg-type]
+    assert told == [run]
+    assert steps == [77, 77], "also what the command line changes"
+
+
 def test_a_dry_run_prints_the_plan_and_trains_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     assert main(["train", "--dry-run", f"runs={runs}"]) == 0
@@ -134,3 +164,34 @@ def test_a_summary_without_an_evaluation_can_be_shown(tmp_path: Path) -> None:
         "tokens_wasted": 0, "seconds_to_90": None, "interrupted": True, "binary": True,
     }  # fmt: skip
     assert "--resume" in summary_text(summary, RunDirectory(tmp_path))
+
+
+def test_the_page_is_offered_by_a_command_that_works_where_the_run_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binary = tmp_path / ".venv" / "bin" / "staleflow"
+    binary.parent.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", str(binary.with_name("python3")))
+    assert typed() == "staleflow"  # there is no such script: as good as anything
+    binary.touch(mode=0o755)
+    assert typed() == ".venv/bin/staleflow"
+    monkeypatch.setenv("PATH", str(binary.parent), prepend=os.pathsep)
+    assert typed() == "staleflow"
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert typed() == str(binary)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_disk_that_is_full_at_the_beginning_is_waited_for_only_where_there_is_a_run(
+    monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(train, "run_once", full)
+    supervisor = Supervisor(-1, -1, Path("run") if told else None, ())
+    with nullcontext() if told else pytest.raises(OSError, match="No space"):
+        assert train._begun(argparse.Namespace(), supervisor) == NO_ROOM

@@ -15,6 +15,7 @@ from staleflow.config import ConfigError, Machine, check, load
 from staleflow.config.sizes import sizes_of
 from staleflow.config.trainable import _by_family
 from staleflow.model_json import FAMILIES
+from staleflow.rollout.options import Rollout
 from staleflow.rollout.shapes import SHAPES
 from tests import refusals
 
@@ -57,7 +58,7 @@ def test_a_run_that_can_start_is_not_refused(tmp_path: Path, model: Path, data: 
 
 def test_a_missing_model(tmp_path: Path, data: Path) -> None:
     line = refused(settings(tmp_path, tmp_path / "none", data))
-    assert "no such folder: give adder, smollm2-135m, a folder in Hugging Face format" in line
+    assert "no such folder: give adder, calculator, smollm2-135m, a folder in Hugging Face format" in line
     assert "no such folder" in refused(["model=no/such/model"]), "the model first, then what goes with it"
 
 
@@ -130,7 +131,7 @@ def test_a_dataset_whose_first_row_is_broken(tmp_path: Path, model: Path, data: 
 @pytest.mark.parametrize(
     ("source", "line"),
     [
-        ("mystery", "data.source=mystery: write one of adder, a .jsonl"),
+        ("mystery", "data.source=mystery: write one of adder, calculator, a .jsonl"),
         ("no_such_module_here:rows", "importing no_such_module_here failed"),
         ("staleflow.tasks.arithmetic:nothing", "has no nothing"),
     ],
@@ -291,3 +292,9 @@ def test_what_is_there_already_needs_no_room_but_is_checked_otherwise() -> None:
     check(config, full, room=False)
     with pytest.raises(ConfigError, match="cannot hold a prompt"):
         check(load(None, ["rollout.max_tokens=100000"]), full, room=False)
+
+
+def test_vllm_is_not_given_a_gpu_that_it_would_ignore() -> None:
+    assert {Rollout(engine="vllm", device=device).device for device in ("cuda", "cuda:0")} == {"cuda", "cuda:0"}
+    with pytest.raises(ConfigError, match=r"device=cuda:1: .*CUDA_VISIBLE_DEVICES=1"):
+        Rollout(engine="vllm", device="cuda:1")

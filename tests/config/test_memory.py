@@ -6,6 +6,7 @@ import pytest
 
 from staleflow.config import Config, Machine, estimate, load, settled, this_machine
 from staleflow.config.machine import _groups, _visible, cache_folder  # pyright: ignore[reportPrivateUsage]
+from staleflow.config.memory import Estimate
 from staleflow.config.sizes import sizes_of
 from staleflow.rollout.shapes import SHAPES, write
 from staleflow.servers.payloads import Limits
@@ -85,6 +86,29 @@ def test_a_trainer_on_a_gpu_needs_what_was_measured(
     plan = estimate(Config(model=str(tmp_path), training=training), MACHINE)
     parts = [part for part in plan.parts if part.role == "trainer" and not part.what.startswith(("process", "CUDA"))]
     assert sum(part.total for part in parts) / 2**30 == pytest.approx(measured, rel=0.07)
+
+
+def test_ranks_share_the_state_of_the_trainer_and_need_a_gpu_each(tmp_path: Path) -> None:
+    """On the CPU the shares add up to what one process needs; on GPUs each rank has its own."""
+    write("qwen-0.5b", tmp_path)
+    machine = replace(MACHINE, gpus=(24 * 2**30,) * 2)
+
+    def plan(device: str, ranks: int) -> Estimate:
+        return estimate(Config(model=str(tmp_path), training=Training(device=device, ranks=ranks)), machine)
+
+    def state(plan: Estimate, device: str) -> int:
+        parts = [part for part in plan.parts if (part.role, part.device) == ("trainer", device)]
+        return sum(part.total for part in parts if part.what in ("weights", "gradients", "optimiser"))
+
+    one, two = plan("cuda", 1), plan("cuda", 2)
+    assert state(two, "cuda:0") == state(two, "cuda:1") == state(one, "cuda:0") / 2
+    assert two.needed("cuda:1") < one.needed("cuda:0")
+    assert (
+        plan("cuda", 3).problem
+        == "training.ranks=3 needs cuda:2, but nvidia-smi finds no such GPU here: give fewer ranks"
+    )
+    assert state(plan("cpu", 1), "cpu") == state(plan("cpu", 2), "cpu")
+    assert plan("cpu", 1).needed() < plan("cpu", 2).needed() < plan("cpu", 8).needed()
 
 
 @pytest.mark.parametrize("name", ["laptop", "arithmetic-smollm", "gsm8k-smollm"])

@@ -91,7 +91,7 @@ def test_an_interrupted_request_continues_elsewhere_as_if_nothing_had_happened(
     if kind.payload:
         assert whole.tokens == expected.tokens
         assert whole.logprobs[: len(back.logprobs)] == back.logprobs
-        assert whole.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert whole.logprobs == pytest.approx(expected.logprobs, abs=kind.rounding)
 
 
 def test_a_pull_stamps_what_was_made_before_and_loses_no_request(make: Make) -> None:

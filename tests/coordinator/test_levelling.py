@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.coordinator.decide import decide
-from staleflow.coordinator.levelling import MOST_MOVES, level
+from staleflow.coordinator.levelling import MOST_MOVES, NEARLY, level
 from staleflow.coordinator.situation import Interrupt, Pull, Resident, Route, Situation
 from staleflow.coordinator.strategies import Strategies
 from staleflow.runtime.fleet import FleetTable, Member
@@ -107,3 +107,33 @@ def test_every_move_makes_the_fleet_more_even_and_keeps_what_there_is(one: Situa
     assert fleet.context.max(initial=0) <= one.fleet.context.max(initial=0)
     where = {resident.trajectory: one.fleet.names[resident.instance] for resident in one.movable}
     assert all(where[interrupt.trajectory] == interrupt.instance for interrupt in interrupts)
+
+
+def one_look_at_all_for_each_move(one: Situation) -> list[tuple[str, int]]:
+    """The definition: what moves, and to which row."""
+    contexts = {row: context for row, context in enumerate(one.fleet.context.tolist()) if one.fleet.alive[row]}
+    free, held, moves = one.fleet.kv_free.tolist(), list(one.movable), list[tuple[str, int]]()
+    while len(contexts) > 1 and len(moves) < MOST_MOVES:
+        source, target = max(contexts, key=contexts.__getitem__), min(contexts, key=contexts.__getitem__)
+        gap = contexts[source] - contexts[target]
+        if gap <= NEARLY * (sum(contexts.values()) / len(contexts)):
+            break
+        smaller = [each for each in held if each.instance == source and each.context < gap]
+        if not smaller:
+            del contexts[source]
+        elif free[target] < (best := min(smaller, key=lambda each: abs(each.context - gap / 2))).context + ON.headroom:
+            del contexts[target]
+        else:
+            held.remove(best)
+            for row, tokens in ((source, -best.context), (target, best.context)):
+                contexts[row] += tokens
+                free[row] -= tokens + (ON.headroom if tokens > 0 else 0)
+            moves.append((best.trajectory, target))
+    return moves
+
+
+@given(pulling(), st.lists(st.integers(0, 40_000), min_size=12, max_size=12))
+def test_the_ranking_of_rows_chooses_what_a_look_at_all_of_them_would(one: Situation, free: list[int]) -> None:
+    one.fleet.kv_free[:] = free[: len(one.fleet.names)]
+    interrupts, _ = level(one, ON, pulls_of(one))
+    assert [each.trajectory for each in interrupts] == [name for name, _ in one_look_at_all_for_each_move(one)]

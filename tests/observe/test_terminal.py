@@ -2,6 +2,7 @@ import io
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,9 +10,11 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from staleflow.observe import layout as layouts
 from staleflow.observe import terminal
+from staleflow.observe.layout import StatusView
 from staleflow.observe.status import InstanceStatus, Status
-from staleflow.observe.terminal import StatusView, TerminalView, plain_line
+from staleflow.observe.terminal import TerminalView, plain_line
 
 INSTANCES = (
     InstanceStatus("rollout-0", 41, 16, 0, 9000, 65536, tokens_per_s=1234.5),
@@ -67,28 +70,23 @@ def drawn(status: Status, width: int, height: int = 40, encoding: str = "utf-8")
     return raw.getvalue().decode(encoding).split("\n")[:-1]
 
 
-def test_a_full_status_at_80_columns() -> None:
-    assert [line.rstrip() for line in drawn(STATUS, 80)] == [
-        "StaleFlow   step 42/200   3:12   about 12:04 left   bound 2",
-        "███████████████▍·························································   21 %",
-        "",
-        "reward        0.713  ▁▃▆█                                         loss -0.0123",
-        "held-out     84.2 %  ▃▅▇                                          step 40",
-        "staleness  0  ███████████████████▌············   61 %  mean 0.41, max 2 of 2",
-        "           1  █████████▋······················   30 %",
-        "           2  ██▉·····························  9.0 %",
-        "tokens     1.24M trained, 5.31k/s, 1.2 % wasted",
-        "trainer    idle 4.0 %, control 0.3 %   chunk 3 of 4",
-        "groups     12 ready, 40 in flight",
-        "",
-        "instance   version running waiting  KV                                  tokens/s",
-        "rollout-0      v41      16       0  ███▉························   14 %    1.23k",
-        "rollout-1      v42      15       2  ███████████████████████████▍   98 %  pulling",
-        "rollout-2      v42    down",
-        "",
-        "waits for  2 groups of step 42",
-        "rollout-2 died and is started again",
-    ]
+FULL = replace(
+    STATUS,
+    waiting_for="2 of 16 groups: p373 (decoding, 212 tokens), p380 (3 decoding, 1,024 tokens), p391 (being scored)",
+    notes=tuple(f"i{at} died: killed; started again" for at in range(8)),
+    instances=tuple(replace(INSTANCES[at % 3], name=f"i{at}") for at in range(20)),
+)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (180, 30)])
+def test_a_full_status_is_calm_and_complete_at_three_sizes(width: int, height: int) -> None:
+    """The picture of each size is in ``snapshots``; to take new ones, delete them and run this."""
+    shown = "\n".join(line.rstrip() for line in drawn(FULL, width, height)) + "\n"
+    snapshot = Path(__file__).parent / "snapshots" / f"terminal-{width}x{height}.txt"
+    if not snapshot.exists():
+        snapshot.parent.mkdir(exist_ok=True)
+        snapshot.write_text(shown)
+    assert shown == snapshot.read_text()
 
 
 def test_a_run_that_has_not_trained_yet_shows_what_it_waits_for() -> None:
@@ -126,9 +124,9 @@ def test_more_instances_than_lines_are_counted() -> None:
     assert any("waits for" in line for line in lines)
 
 
-def test_ages_past_the_last_row_are_summed_up() -> None:
+def test_ages_past_the_last_part_of_the_bar_are_summed_up() -> None:
     lines = drawn(replace(STATUS, bound=8, staleness_histogram={0: 50, 6: 25, 8: 25}), 80)
-    assert any(line.lstrip().startswith("4+") and "50 %" in line for line in lines)
+    assert any(": 4+: 50 %" in line for line in lines)
 
 
 def test_a_resumed_run_estimates_from_its_own_steps() -> None:
@@ -198,20 +196,35 @@ def test_any_status_makes_one_printable_line(status: Status) -> None:
 
 
 def test_plain_lines_by_example() -> None:
-    assert plain_line(NEW) == "step 0/200  0:00  reward -"
-    assert plain_line(STATUS) == (
-        "step 42/200  3:12  reward 0.713  held-out 84.2 % (step 40)  staleness mean 0.41, max 2 of 2  "
-        "1.24M tokens, 5.31k/s  wasted 1.2 %  idle 4.0 %  loss -0.0123  down: rollout-2  waits for 2 groups of step 42"
+    assert plain_line(NEW) == (
+        "step   0/200     0:00  reward      -  loss        -  staleness    - (max -)      0 tokens/s  "
+        "idle     -  wasted     -"
     )
-    assert "loss nan" in plain_line(replace(STATUS, loss=math.nan))
+    line = (
+        "step  42/200     3:12  reward  0.713  loss  -0.0123  staleness 0.41 (max 2)  5.31k tokens/s  "
+        "idle 4.0 %  wasted 1.2 %"
+    )
+    assert plain_line(STATUS) == f"{line}  held-out 84.2 % (step 40)"
+    assert plain_line(STATUS, evaluated=40) == line
+    assert "loss      nan" in plain_line(replace(STATUS, loss=math.nan))
     assert "held-out 0.842 (step 40)" in plain_line(replace(STATUS, binary=False)), "no share where it is not one"
-    shares = plain_line(replace(STATUS, cut=0.8, without_signal=0.75, left_out=0.05))
-    assert "cut 80 %  no signal 75 %  left out 5.0 %" in shares
+    shares = plain_line(replace(STATUS, cut=0.8, without_signal=0.75), evaluated=40)
+    assert shares == f"{line}  cut  80 %  no signal  75 %"
+
+
+def test_an_evaluation_is_said_once_and_columns_stay_where_they_are() -> None:
+    file = io.StringIO()
+    view = TerminalView(file)
+    for step in (9, 10, 100):
+        view.line(replace(STATUS, step=step, seconds=step * 50, reward=step / 100))
+    lines = file.getvalue().splitlines()
+    assert ["held-out" in line for line in lines] == [True, False, False]
+    assert len({line.index("staleness") for line in lines}) == 1
 
 
 def test_the_view_shows_what_is_cut_without_signal_and_left_out() -> None:
     status = replace(STATUS, cut=0.8, without_signal=0.75, left_out=0.05)
-    shown = "\n".join("".join(text for text, _ in line) for line in terminal.layout(status, 120, 40))
+    shown = "\n".join("".join(text for text, _ in line) for line in layouts.layout(status, 120, 40))
     assert "80 % of responses cut" in shown
     assert "75 % without signal, 5.0 % of prompts left out" in shown
 
@@ -304,8 +317,8 @@ def test_a_run_outlives_its_reader(plain: bool, monkeypatch: pytest.MonkeyPatch)
 def test_text_that_the_output_cannot_encode_is_replaced() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii", newline="\n")
-    TerminalView(file).line(replace(NEW, waiting_for="größe"))
-    assert raw.getvalue().endswith(b"waits for gr??e\n")
+    TerminalView(file).note("größe")
+    assert raw.getvalue().endswith(b"note: gr??e\n")
 
 
 def test_what_goes_wrong_is_a_line_where_there_is_no_live_view() -> None:
@@ -319,14 +332,14 @@ def test_what_a_run_does_before_and_after_training_is_a_line_or_in_the_view() ->
     out = io.StringIO()
     with TerminalView(out) as view:
         for doing in (
-            "starts: waits for i0",
+            "starts: waits for i0, i1",
             "starts: waits for i0",
             "",
             "evaluates version 0",
             "starts: waits for i0",
         ):
             view.phase(doing)
-    assert out.getvalue().splitlines() == ["starts: waits for i0", "evaluates version 0", "starts: waits for i0"]
+    assert out.getvalue().splitlines() == ["starts: waits for i0, i1", "evaluates version 0", "starts: waits for i0"]
     status = Status(step=0, steps=3, seconds=0, bound=1, doing="evaluates version 0", waiting_for="groups p0")
     shown = "\n".join(drawn(status, 100))
     assert "evaluates version 0" in shown

@@ -14,6 +14,7 @@ def check(ledger: StalenessLedger, oracle: Oracle) -> None:
         assert ledger.can_reserve(version) == (room > 0)
     assert ledger.ready() == oracle.ready()
     assert set(ledger.blocking()) == oracle.blocking()
+    assert ledger.blocked()[0] == len(ledger.blocking())
     check_counts(ledger, oracle)
     check_view(ledger, oracle)
     state = json.loads(json.dumps(ledger.to_state()))

@@ -279,6 +279,22 @@ def test_a_worker_that_died_while_idle_is_replaced() -> None:
     run(main())
 
 
+def test_a_worker_that_was_seen_to_die_while_idle_gets_nothing_more() -> None:
+    """What it was given then was never answered, and the run stood still until the reward had timed out three times."""
+
+    async def main() -> None:
+        async with desk() as pool:
+            pool.pool.submit("pid", PROBLEM, text="pid")
+            os.kill(int(float((await pool.all(1))["pid"])), signal.SIGKILL)
+            async with asyncio.timeout(30):
+                while pool.pool._workers:
+                    await asyncio.sleep(0.01)
+            pool.pool.submit("after", PROBLEM)
+            assert (await pool.all(2))["after"] == 0.5
+
+    run(main())
+
+
 def test_a_machine_that_can_start_no_process_fails_responses_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError("Resource temporarily unavailable")

@@ -32,8 +32,9 @@ class EagerGraphs:
 
     def launch(self, tokens: Any, positions: Any, tables: Any, uniforms: Any, temperatures: Any) -> EagerFlight:
         engine, count = self.engine, len(positions)
-        self.blind += tokens is None
-        tokens = self.last if tokens is None else tokens
+        if (tokens < 0).all():
+            self.blind += 1
+            tokens = self.last[-1 - tokens]
         size = engine.pool.page_size
         slots = tables[np.arange(count), positions // size] * size + positions % size
         order = np.argsort(-positions, kind="stable")
@@ -109,7 +110,7 @@ def test_steps_are_the_same_with_and_without_looking_ahead(
     tiny: Callable[..., Tiny], seed: int, kv_on_pull: str
 ) -> None:
     one, other = tiny("llama", 0), tiny("llama", 1)
-    options = {"kv_tokens": 400 if seed % 2 else 2048, "max_running": 5, "kv_on_pull": kv_on_pull}
+    options = {"kv_tokens": 400 if seed % 2 else 2048, "max_running": 14, "kv_on_pull": kv_on_pull}
     plain, ahead = one.engine(**options), one.engine(**options)
     graphs = EagerGraphs(ahead)
     ahead._graphs = graphs  # type: ignore[assignment]
@@ -118,3 +119,45 @@ def test_steps_are_the_same_with_and_without_looking_ahead(
     assert seen(outputs) == seen(expected)
     assert logprobs(outputs) == pytest.approx(logprobs(expected), abs=1e-4)
     assert graphs.blind > 20, "it hardly ever looked ahead"
+
+
+def test_the_step_after_an_end_is_launched_ahead_also_while_others_wait_for_a_row(tiny: Callable[..., Tiny]) -> None:
+    one, random = tiny("llama", 0), Random(3)
+    asked = [
+        Request(f"t{at}", 1, prompt(1 + at % 9, at), sampling=Sampling(max_tokens=random.randint(1, 60)))
+        for at in range(24)
+    ]
+    plain, ahead = one.engine(max_running=4), one.engine(max_running=4)
+    graphs = EagerGraphs(ahead)
+    ahead._graphs = graphs  # type: ignore[assignment]
+    found: list[dict[str, Any]] = []
+    steps = 0
+    for engine in (plain, ahead):
+        results: dict[str, Any] = {}
+        engine.submit(asked)
+        steps = 0
+        while engine.busy:
+            steps += 1
+            results |= {each.name: (each.tokens, each.reason) for each in engine.step().finished}
+        found.append(results)
+    assert found[0] == found[1]
+    assert len(found[1]) == len(asked)
+    assert graphs.blind > 0.8 * (steps - len(asked)), "only who joins holds it up"
+
+
+def test_who_waits_joins_when_enough_are_together_and_at_once_if_nobody_runs(tiny: Callable[..., Tiny]) -> None:
+    engine = tiny("llama", 0).engine(max_running=16)
+    engine.scheduler.patience = 2.0
+
+    def ask(*names: str) -> None:
+        sampling = Sampling(max_tokens=30, temperature=0.0)
+        engine.submit([Request(name, 1, prompt(5, at), sampling=sampling) for at, name in enumerate(names)])
+
+    ask("a")
+    assert [engine.step().prefilled > 0 for _ in range(2)] == [True, False], "nobody runs"
+    ask("b")
+    steps = [engine.step() for _ in range(6)]
+    assert [step.made for step in steps] == [1, 1, 1, 1, 2, 2], "it misses half of each step"
+    ask("c", "d", "e", "f")
+    assert [engine.step().made for _ in range(4)] == [2, 2, 2, 6], "they miss two thirds of each"
+    assert engine.scheduler.running.keys() == set("abcdef")

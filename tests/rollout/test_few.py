@@ -66,7 +66,8 @@ class Case:
         self.slots = pages_now * page + self.positions.long() % page
         self.last = torch.randint(0, 100, (self.rows,))
         self.given = torch.randint(0, 100, (self.rows,), dtype=torch.int32)
-        self.given[::2] = -1  # these continue with the last token
+        moved = torch.randperm(self.rows)
+        self.given[::2] = (-1 - moved[::2]).int()  # these continue with the last token of another row
 
     def memory(self, dtype: torch.dtype, pages: int) -> PagedAttention:
         return PagedAttention(self.model.config.geometry, pages, self.page, dtype, torch.device("cpu"))
@@ -82,7 +83,7 @@ class Case:
         order = self.positions.argsort(descending=True)
         tables, positions = self.tables[order].long(), self.positions[order].long()
         attention.begin(Layout(self.slots[order].numpy(), tables.numpy(), (positions + 1).numpy(), []))
-        tokens = torch.where(self.given < 0, self.last, self.given.long())
+        tokens = torch.where(self.given < 0, self.last[(-1 - self.given).clamp_min(0)], self.given.long())
         logits = torch.empty(self.rows, model.config.vocabulary)
         logits[order] = model.forward(tokens[order], positions, attention, None)
         return logits, attention.entries

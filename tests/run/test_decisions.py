@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from staleflow.coordinator.decide import Decision
 from staleflow.coordinator.situation import Abort, Command, Interrupt, Pull, Route, Truncate
-from staleflow.run.decisions import DecisionLog, older, read_decisions
+from staleflow.run.bounded_log import older
+from staleflow.run.decisions import DecisionLog, read_decisions
 
 NAMES = st.text(max_size=5)
 COMMANDS = st.one_of(

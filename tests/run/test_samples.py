@@ -75,7 +75,8 @@ def test_a_line_has_what_a_person_wants_to_know_and_metrics_the_shares(tmp_path:
         3,
     )
     worst, best = read_samples(tmp_path / "samples.jsonl")
-    assert best == Sample(9, "p3/0", "prompt 3", "4 5 6", 1.5, {"correct": 1.0, "brief": 0.5}, ((3, 3),), 3, False)
+    rewards = {"correct": 1.0, "brief": 0.5}
+    assert best == Sample(9, "p3/0", "prompt 3", "4 5 6", 1.5, rewards, ((3, 3),), 3, cut=False, ends=(5,))
     assert worst.cut
 
 
@@ -186,6 +187,6 @@ def test_what_cannot_be_shown_is_refused(run: Path, capsys: pytest.CaptureFixtur
     assert "give one of 0 to 1" in refused_command(capsys, "samples", str(run), "--step", "7")
     assert "give 1 or more" in refused_command(capsys, "samples", str(run), "--count", "0")
     assert "leave one out" in refused_command(capsys, "samples", str(run), "--all", "--step", "1")
-    assert "such as runs/latest" in refused_command(capsys, "samples", str(run / "nowhere"))
+    assert "see staleflow runs" in refused_command(capsys, "samples", str(run / "nowhere"))
     (run / "samples.jsonl").unlink()
     assert "has no samples" in refused_command(capsys, "samples", str(run))

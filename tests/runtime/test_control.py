@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from staleflow.coordinator import routing
 from staleflow.coordinator.decide import Decision
+from staleflow.runtime import control
 from staleflow.runtime.control import StalledError
 from staleflow.runtime.situate import MOST_QUEUED
 from staleflow.simulate.cluster import Cluster
@@ -111,7 +113,7 @@ def test_a_fleet_that_is_dead_for_good_is_a_named_stall_and_not_a_hang(kill: str
                 rollout.hang(1e6)
 
     at(cluster, 4.3, happen)
-    with pytest.raises(StalledError, match=r"step 0 waits for .* \(\d of 4 are there\); 0 of 4 instances are alive"):
+    with pytest.raises(StalledError, match=r"step 0 waits for \d of 8 groups: p0 .*; 0 of 4 instances are alive"):
         cluster.run()
     assert cluster.loop.time() < 700
     check_all(cluster)
@@ -206,6 +208,28 @@ def test_a_slow_instance_is_known_by_its_own_measurements() -> None:
     table = cluster.control.watch.table
     assert table.fleet.speed.tolist() == pytest.approx([1.0, 0.5], rel=0.1)
     assert cluster.control.cost_error == pytest.approx(0.5, rel=0.2)
+
+
+def test_a_fleet_is_filled_by_decisions_of_bounded_size_that_do_not_wait_for_the_next_cycle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most = 16
+    for module in (routing, control):
+        monkeypatch.setattr(module, "MOST_ROUTES", most)
+    cluster = cluster_of(replace(SMALL, groups=16, group_size=4, steps=2))
+    placed: list[tuple[float, int]] = []
+    waiting: list[int] = []
+
+    def look(now: float, decision: Decision) -> None:
+        placed.append((now, decision.inputs["routing"]["routes"]))
+        waiting.append(decision.inputs["waiting"])
+
+    cluster.on_decision = look
+    finish(cluster)
+    assert not any(waiting), "what was sent a moment ago is not taken for what waits for memory"
+    first = [routes for now, routes in placed if now == placed[0][0]]
+    assert max(routes for _, routes in placed) == most
+    assert sum(first) == 2 * 16 * 4, "all that the bound admits, at the start"
 
 
 def test_one_cycle_draws_no_more_prompts_than_one_decision_looks_at() -> None:

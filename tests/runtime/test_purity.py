@@ -11,6 +11,7 @@ import staleflow
 ROOT = Path(staleflow.__path__[0])
 EFFECTS = (
     "runtime/local/",
+    "runtime/ray/",
     "servers/database.py",
     "servers/durable.py",
     "servers/payload_files.py",

@@ -85,12 +85,49 @@ async def test_a_step_whose_push_was_seen_only_after_the_restart_is_not_the_end_
     again = World()
     again.server.replay(world.journal.events)
     again.trainer.version = 1
-    again.control.recover()
+    again.control.recover(steps=3)
     assert again.server.ledger.version == 1
     run = again.start(steps=3)
     await asyncio.sleep(10)
     assert not run.done()
     assert "p2/0" in {work.trajectory for work in again.instances["i0"].submitted}
+
+
+@virtual
+async def test_an_instance_that_is_known_to_be_dead_gets_no_work_for_what_it_said_before() -> None:
+    """Its last report was young enough for it to be taken for alive, until another took its place."""
+    world = World()
+    await world.begin()
+    dead = world.instances["i0"]
+    dead.silent_since = asyncio.get_running_loop().time()
+    await asyncio.sleep(1)
+    world.control.left("i0")
+    sent = len(dead.commands)
+    await asyncio.sleep(50)
+    assert not world.control.members["i0"].alive
+    assert len(dead.commands) == sent
+    dead.silent_since = None
+    await asyncio.sleep(50)
+    assert world.control.members["i0"].alive, "it was not dead after all"
+
+
+@virtual
+async def test_a_last_version_that_was_seen_only_after_the_restart_is_the_end_and_nothing_is_leased_after_it() -> None:
+    """The next control plane committed the last step before it was told how many there are, and leased the next."""
+    world = World()
+    await world.begin(steps=1)
+    world.finish_and_score("p0/0", "p1/0", "p2/0", "p3/0")
+    again = World()
+    again.server.replay(world.journal.events)
+    again.trainer.version = 1
+    again.control.recover(steps=1)
+    await again.start(steps=1)
+    assert [event[0] for event in again.journal.events if event[0] != "join"] == ["push", "commit"]
+    assert again.trainer.fed == []
+    last = World()
+    last.server.replay([*world.journal.events, *again.journal.events])
+    last.control.recover(steps=1)
+    assert {event[0] for event in last.journal.events} <= {"join"}, "nor by the control plane after that one"
 
 
 @virtual
@@ -101,7 +138,7 @@ async def test_a_step_that_the_trainer_ends_while_the_control_plane_is_restarted
     world.finish_and_score("p0/0", "p1/0")
     again = World()
     again.server.replay(world.journal.events)
-    again.control.recover(trainer_there=False)
+    again.control.recover(steps=3, trainer_there=False)
     await again.begin(steps=3)
     assert (again.trainer.resets, again.trainer.fed) == (0, []), "it may still be at work on step 0"
     again.trainer.version = 1
@@ -125,7 +162,7 @@ async def test_what_an_instance_holds_for_a_dead_control_plane_continues_only_if
     again.server.replay(world.journal.events)
     if not late:
         again.control.join(instance)
-    again.control.recover()
+    again.control.recover(steps=3)
     if late:
         again.control.join(instance)
     assert instance.aborted == (instance.holding if late else [("p77/0", 1)])
@@ -304,7 +341,7 @@ async def test_a_crash_between_the_last_score_and_the_completion_of_its_group_do
     assert events[cut + 1][0] == "occupy"
     again = World()
     again.server.replay(events[: cut + 1])
-    again.control.recover()
+    again.control.recover(steps=3)
     assert again.server.groups["p1"].complete
     assert sorted(again.trainer.names()) == ["p0", "p1"]
 
@@ -317,7 +354,7 @@ async def test_a_crash_between_the_completion_of_a_group_and_the_filter_does_not
     again = World(consume="batch")
     again.server.replay(world.journal.events)
     again.control.filter = lambda group: "no signal" if group.name == "p0" else None
-    again.control.recover()
+    again.control.recover(steps=3)
     assert "p0" not in again.server.groups
     assert again.server.owed == [], "what teaches nothing is not tried again"
 
@@ -402,3 +439,21 @@ async def test_a_trajectory_that_only_ever_gets_bad_reports_is_given_up_with_its
     assert "p0" not in world.server.groups
     assert world.server.ledger.counts()["released"] == {"bad reports": 1}
     assert world.server.owed == [0] or "p0.1" in world.server.groups
+
+
+@virtual
+async def test_what_a_step_waits_for_is_said_in_words_and_not_by_names_alone() -> None:
+    """It was "waits for groups p0", which says nothing about why."""
+    world = World(batch=2)
+    await world.begin()
+    waits_for = world.control.watch.waits_for
+    assert waits_for().startswith("2 of 4 groups: p0 (decoding, 0 tokens), p1 (decoding, 0 tokens), "), "any two"
+    world.finish_and_score("p2/0", "p3/0")
+    world.control.on_report(world.instances["i0"].report(progress=[TrajectoryNews("p1/0", 1, ((0, 212),))]))
+    world.push()
+    world.finish("p0/0")
+    await asyncio.sleep(1)
+    assert waits_for().startswith("2 of ")
+    assert "p0 (being scored), p1 (decoding, 212 tokens)" in waits_for()
+    world.control.on_scored("p0/0", 1.0)
+    assert "1 of 2 groups: p1 (decoding, 212 tokens)" in waits_for()

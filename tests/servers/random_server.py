@@ -4,6 +4,7 @@ import hashlib
 import zlib
 from collections.abc import Callable
 from random import Random
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from tests.servers.small_server import Source, state_of
 
 LIMITS = Limits(max_tokens=40, max_prompt_tokens=10_000, vocab_size=50_000)
 SOURCE = Source(first=3)
+Server = TypeVar("Server", bound=TrajectoryServer)
 
 
 def new_server(journal: Journal, limits: Limits = LIMITS) -> TrajectoryServer:
@@ -37,28 +39,25 @@ def image(server: TrajectoryServer) -> str:
     assert payloads is not None
     held = [
         (each.name, payloads.tokens(each.name).tobytes(), payloads.logprobs(each.name).tobytes())
-        for each in server
+        for each in sorted(server, key=lambda each: each.name)
         if each.state != "aborted"
     ]
     prompts = [payloads.bytes_of(name)[0] for name in server.groups]
-    whole = repr((state_of(server), held, prompts, payloads.bytes, payloads.claimed, server.made))
+    state = state_of(server)
+    state |= {"trajectories": sorted(state["trajectories"], key=lambda each: each[0]), "fresh": sorted(state["fresh"])}
+    whole = repr((state, held, prompts, payloads.bytes, payloads.claimed, server.made))
     return hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()
 
 
-class RandomActs:
-    def __init__(self, server: TrajectoryServer, random: Random) -> None:
+class Acts(Generic[Server]):
+    """What may happen to a server, one thing after the other."""
+
+    _acts: tuple[Callable[[], object], ...]
+    """What to choose from; likelier things several times."""
+
+    def __init__(self, server: Server, random: Random) -> None:
         self.server = server
         self.random = random
-        self._acts: tuple[Callable[[], object], ...] = (
-            *(self.admit,) * 2,
-            *(self.place,) * 6,
-            *(self.report,) * 8,
-            *(self.score,) * 5,
-            self.interrupt,
-            self.release,
-            *(self.train,) * 4,
-            self.forget,
-        )
 
     def act(self) -> None:
         self.random.choice(self._acts)()
@@ -70,6 +69,21 @@ class RandomActs:
     def admit(self) -> None:
         if self.server.fresh < 3:
             self.server.admit(SOURCE)
+
+
+class RandomActs(Acts[TrajectoryServer]):
+    def __init__(self, server: TrajectoryServer, random: Random) -> None:
+        super().__init__(server, random)
+        self._acts = (
+            *(self.admit,) * 2,
+            *(self.place,) * 6,
+            *(self.report,) * 8,
+            *(self.score,) * 5,
+            self.interrupt,
+            self.release,
+            *(self.train,) * 4,
+            self.forget,
+        )
 
     def place(self) -> None:
         if one := self.pick("queued"):

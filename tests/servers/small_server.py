@@ -88,4 +88,15 @@ def group_state(group: Group) -> tuple[Any, ...]:
 
 
 def trajectory_state(one: Trajectory) -> tuple[Any, ...]:
-    return one.name, one.group.name, one.state, one.epoch, one.instance, one.spans, one.generated, one.moves, one.reward
+    return (
+        one.name,
+        one.group.name,
+        one.state,
+        one.epoch,
+        one.instance,
+        one.spans,
+        one.generated,
+        one.moves,
+        one.reward,
+        one.branch,
+    )

@@ -1,5 +1,6 @@
 """The journal on disk: whatever is cut off or broken, what comes back is the state after a whole prefix of events."""
 
+import os
 import shutil
 import sqlite3
 from collections.abc import Sequence
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from staleflow.files import no_room
 from staleflow.servers import payload_files
-from staleflow.servers.database import JournalError, torn_bytes
+from staleflow.servers.database import DamagedError, JournalError, readable, take_lock, torn_bytes
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.journal import Event
 from staleflow.servers.made import rows_of
@@ -308,6 +310,30 @@ def test_a_full_disk_loses_nothing_and_the_run_continues_when_there_is_room_agai
     assert (journal.durable, journal.trouble) == (journal.position, None)
     _, server = reopened(copied(journal.path, tmp_path / "c"))
     assert image(server) == journal.images[journal.position]
+
+
+def test_a_full_disk_is_not_taken_for_a_damaged_journal(tmp_path: Path) -> None:
+    """A run that was opened on a full disk would have continued from its checkpoint alone."""
+    with pytest.raises(JournalError, match="free some disk space") as found, readable(tmp_path / "journal.db"):
+        raise OSError(28, "No space left on device")
+    assert not isinstance(found.value, DamagedError)
+    assert no_room(found.value)
+    with pytest.raises(DamagedError) as found, readable(tmp_path / "journal.db"):
+        raise OSError(5, "Input/output error")
+    assert not no_room(found.value)
+
+
+def test_a_journal_is_locked_also_where_there_is_no_room_to_say_by_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("staleflow.servers.database.os.pwrite", full)
+    handle = take_lock(tmp_path / "journal.db")
+    with pytest.raises(JournalError, match="belongs to process unknown"):
+        take_lock(tmp_path / "journal.db")
+    os.close(handle)
 
 
 def test_payload_that_finds_no_room_waits_and_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,3 +154,22 @@ def test_when_a_version_is_published_the_server_knows_how_large_everything_is() 
     cluster.run()
     assert len(behind) > 20
     assert max(behind) <= STREAM_S / setting.rollout.floor, "no more than were made since the last stream"
+
+
+def test_what_was_sent_within_the_moment_does_not_seem_to_wait_for_memory() -> None:
+    worker, rollout = (one := Worker()), one.rollout
+    seen: list[int] = []
+
+    def in_a_step() -> None:
+        rollout.heard()
+        rollout.send(Submit(Fence(1, 0, 3), work("second")))
+        seen.append(rollout.heard().state.waiting)
+
+    def script() -> None:
+        rollout.send(PullWeights(Fence(1, 0, 1), 0))
+        rollout.send(Submit(Fence(1, 0, 2), work("first")))
+        worker.loop.at(1.5, in_a_step)
+        worker.loop.at(3.0, lambda: seen.append(rollout.heard().applied.number))
+
+    worker.run(script)
+    assert seen == [0, 3], "it is counted as a command on top of what was heard, and seen later"

@@ -144,8 +144,8 @@ def test_a_plan_for_a_kind_of_gpu_machines_and_a_model(capsys: pytest.CaptureFix
     assert (found["preset"], found["gpus"]) == (str(tmp_path), 8)
     assert "on h100" in found["notes"][0]
     assert found["train"]["usable"] is False
-    assert "one machine" in found["train"]["why_not"]
-    assert "2 machines" in found["train"]["why_not"]
+    assert "runtime=ray" in found["train"]["why_not"]
+    assert "one of the 2 machines" in found["train"]["why_not"]
     assert found["train"]["settings"][0] == "staleness=0"
 
 
@@ -154,7 +154,7 @@ def test_what_train_can_use_is_said_with_its_settings(capsys: pytest.CaptureFixt
     assert main(["plan", "--jobs", "1", *words]) == 0
     assert "To train with it: staleflow train ... staleness=0 groups=8 rollout.max_tokens=" in capsys.readouterr().out
     assert main(["plan", "--jobs", "1", *small_gpus("--gpus", "4")]) == 0
-    assert "This release cannot train with it" in capsys.readouterr().out
+    assert "It was never trained with: staleflow train needs runtime=ray for" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -88,7 +88,7 @@ def test_bad_rows_are_one_clear_line(
 def test_missing_files_and_unknown_endings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="correct the path"):
         read_file(tmp_path / "none.jsonl")
-    with pytest.raises(ConfigError, match=r"write one of adder, a \.jsonl file"):
+    with pytest.raises(ConfigError, match=r"write one of adder, calculator, a \.jsonl file"):
         read_file(tmp_path / "data.csv")
 
 

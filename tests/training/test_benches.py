@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +22,13 @@ def test_whole_steps_and_passes_are_measured(monkeypatch: pytest.MonkeyPatch, tm
     assert [each["rows"] for each in found["steps"]] == ["equal", "skewed"]
     assert all(each["tokens_per_s"] > 0 for each in found["steps"])
     assert found["passes"][0]["pass_ms"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ranks_are_measured() -> None:
+    said = subprocess.run([sys.executable, BENCH / "sharded.py", "--quick", "--json"], capture_output=True, check=True)
+    assert [row["ranks"] for row in json.loads(said.stdout)["rows"]] == [1, 2, 3]
 
 
 def test_a_step_has_a_timeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from staleflow.servers.payloads import Row
 from staleflow.training import decoder
 from staleflow.training.attention import attend_by_rows
 from staleflow.training.decoder import Decoder, fits
+from staleflow.training.logprobs import log_probs
 from staleflow.training.micro_batches import MicroBatch, Outputs, cuts, forward, micro_batches
 from staleflow.training.recorded import starts
 from staleflow.training.trainer import Trainer, TrainerOptions
@@ -105,6 +106,19 @@ def test_logits_in_many_chunks_are_those_in_one(monkeypatch: pytest.MonkeyPatch)
         found.append((out.logprobs_T.detach(), *gradients(model).values()))
     for other in found[1:]:
         assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(found[0], other, strict=True))
+
+
+def test_an_output_matrix_without_a_gradient_of_its_own_gets_it_from_autograd() -> None:
+    """As one that was gathered from ranks: nothing is added to it behind their backs."""
+    torch.manual_seed(0)
+    hidden, head = torch.randn(7, 5).double().requires_grad_(), torch.randn(11, 5).double().requires_grad_()
+    targets = torch.arange(7)
+    found = Outputs(*log_probs(hidden, head, None, targets, 0.7, True, plain_kernels))
+    gradients = torch.autograd.grad(objective(found), (hidden, head))
+    every = torch.log_softmax(hidden @ head.t() / 0.7, -1)
+    expected = Outputs(every[targets, targets], -(every.exp() * every).sum(-1))
+    for one, other in zip(gradients, torch.autograd.grad(objective(expected), (hidden, head)), strict=True):
+        assert torch.allclose(one, other, atol=NEAR)
 
 
 def test_a_pass_without_gradients_leaves_them_alone_and_reads_what_was_changed() -> None:

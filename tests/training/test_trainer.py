@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from staleflow.training.clock import CpuClock
 from staleflow.training.micro_batches import forward, micro_batches
+from staleflow.training.rehearsal import rehearse
 from staleflow.training.trainer import GroupRows, StalenessError, Trainer, TrainerOptions
 from staleflow.types import Row
 
@@ -371,3 +372,16 @@ def test_a_model_learns_what_is_rewarded(base: Any) -> None:
         if report.updates:  # once all are rewarded, none is computed
             assert report.metrics["logprob_difference_max"] < 1e-3
     assert float(chance()[7]) > max(0.5, 3 * before)
+
+
+def test_a_rehearsed_trainer_makes_the_same_update(base: Any) -> None:
+    options = TrainerOptions(max_staleness=0, learning_rate=1e-2, micro_tokens=64)
+    groups = groups_of(4, 4)
+    expected, report = updated(base, options, groups, [4])
+    trainer = Trainer(copy.deepcopy(base), options)
+    rehearse(trainer)
+    trainer.feed(0, groups)
+    found = trainer.finish(0)
+    assert (found.loss, found.tokens, found.groups) == (report.loss, report.tokens, report.groups)
+    for mine, other in zip(trainer.model.parameters(), expected, strict=True):
+        assert torch.equal(mine, other)

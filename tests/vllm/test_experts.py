@@ -16,4 +16,4 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 def test_log_probabilities_of_experts_are_those_of_the_weights_that_were_pulled(
     on_pull: str, tmp_path: Path, store: Any
 ) -> None:
-    log_probabilities_are_right("experts", on_pull, tmp_path, store)
+    log_probabilities_are_right("experts", on_pull, "packed", tmp_path, store)

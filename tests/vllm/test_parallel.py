@@ -32,7 +32,8 @@ def test_a_source_that_travels_to_a_worker_joins_the_store_there(tmp_path: Path)
 @pytest.mark.processes
 def test_two_workers_hold_one_version_after_each_pull(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
-    from staleflow.rollout.vllm import VllmEngine, start
+    from staleflow.rollout.vllm.engine import VllmEngine
+    from staleflow.rollout.vllm.start import start
 
     models = [model_of("qwen3, tied", seed) for seed in range(3)]
     models[0].save_pretrained(tmp_path)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from staleflow.config import load
 from staleflow.config.checks import check
@@ -43,3 +44,20 @@ def test_a_model_that_the_built_in_engine_refuses_is_trained(kind: tuple[Any, An
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert (directory.checkpoints / "best" / "model.safetensors").is_file()
     load(str(directory.config_file), [])
+
+
+def test_adapters_are_merged_at_each_push_and_trained(tmp_path: Path) -> None:
+    """LoRA: vLLM pulls the sum of base and adapters under the names of the base model, as the built-in engine does."""
+    model = save(KINDS["qwen3, tied"], tmp_path / "model")
+    config = configured(
+        model, tmp_path, "rollout.engine=vllm", "steps=3", "rollout.instances=1", "training.lora_rank=4"
+    )
+    check(config)
+    summary, directory = run_once(config, model)
+    assert summary["violations"] == 0
+    rows = read_metrics(directory.metrics)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    # At bound 0 the engine decodes with the weights that are trained next: if it had others, they would differ.
+    assert all(row["logprob_kl"] < 1e-6 for row in rows)
+    (adapter,) = directory.checkpoints.glob("step-*/adapter/adapter_model.safetensors")
+    assert any(tensor.abs().max() > 1e-3 for name, tensor in load_file(adapter).items() if "lora_B" in name)

@@ -8,6 +8,7 @@ for a while. The run's directory is among the arguments for those who look for i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -18,9 +19,16 @@ from staleflow.workers.link import Gone, Link
 from staleflow.workers.roles import build
 
 START_S = 60.0
+PARENT = "STALEFLOW_PARENT"
+"""The pid of a parent to die with. Without it, a process outlives who started it."""
+PR_SET_PDEATHSIG = 1
 
 
 def main(path: str, name: str, incarnation: str) -> None:
+    if parent := os.environ.get(PARENT):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != int(parent):
+            sys.exit("who started this process is dead")
     serve(LastingLink(path, name, int(incarnation)))
 
 
@@ -44,7 +52,7 @@ def serve(link: Link) -> None:
 
 
 def take_place(setup: Setup) -> None:
-    if hasattr(os, "sched_setaffinity"):
+    if setup.cores and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):  # cores may have been taken away since they were counted
             os.sched_setaffinity(0, setup.cores)
     if setup.nice:

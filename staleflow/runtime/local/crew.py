@@ -1,6 +1,6 @@
 """The processes of a run: started or adopted, listened to, replaced when they die, and stopped.
 
-    crew = Crew(directory, model, placement([0, 1], ["i0", "i1"]), Watchdog(), on_death)
+    crew = Crew(site, model, site.places(["i0", "i1"]), Watchdog(), on_death)
     await crew.listen()
     crew.start("instance", "i0", hear, ended)
     crew.send("i0", message)
@@ -25,11 +25,12 @@ from typing import Any
 import msgspec
 
 from staleflow.errors import RunError
-from staleflow.run.directory import RunDirectory
-from staleflow.run.processes import Process, processes
-from staleflow.runtime.local.link import Channel, listen
+from staleflow.run.checkpoints import newest
+from staleflow.run.processes import Process
+from staleflow.runtime.local.link import Channel
 from staleflow.runtime.local.placement import Place
 from staleflow.runtime.local.process import Child
+from staleflow.runtime.local.site import LocalSite
 from staleflow.runtime.restarts import Restarts
 from staleflow.runtime.watchdog import Standstill, Watchdog
 from staleflow.types import Broken, Hello, Ready, Role, Setup, Stop
@@ -46,7 +47,7 @@ START, RETURN = ("start", "its start"), ("return", "its return to another contro
 class Crew:
     def __init__(
         self,
-        directory: RunDirectory,
+        site: LocalSite,
         model: Path,
         places: Mapping[str, Place],
         watchdog: Watchdog,
@@ -71,13 +72,13 @@ class Crew:
         """Those that are replaced when they die; None: all."""
         self.failure = self._no_failure()
         self._on_death = on_death
-        self._directory = directory
+        self._site = site
+        self._directory = site.directory
         self._model = model
         self._places = places
         self._checkpoint = checkpoint
         self._term = term
         self._standby = standby
-        self._socket = directory.socket
         self._server: asyncio.Server | None = None
         self._found: dict[str, Process] = {}
         """Processes of an earlier control plane that nobody has adopted yet."""
@@ -87,8 +88,8 @@ class Crew:
 
     async def listen(self) -> None:
         """Processes can connect from now on, and those that are there already can be adopted."""
-        self._found = {each.name: each for each in processes(self._directory.path)}
-        self._server = await listen(self._socket, self._arrived)
+        self._found = {each.name: each for each in self._site.left()}
+        self._server = await self._site.listen(self._arrived)
 
     @property
     def orphans(self) -> list[str]:
@@ -125,10 +126,10 @@ class Crew:
             list(place.cores),
             place.threads,
             place.nice,
-            str(self._checkpoint or ""),
+            str(self._resumes_from(role, incarnation) or ""),
             standby=self._standby or incarnation > 1,
         )
-        child = self.children[name] = Child(setup, self._directory.log(name), self._term)
+        child = self.children[name] = self._site.child(setup, self._term)
 
         def on_end() -> None:
             if not self._is(child):
@@ -144,8 +145,13 @@ class Crew:
         if found:
             child.adopt(found.pid, on_message, on_end)
         else:
-            child.start(self._socket, on_message, on_end)
+            child.start(self._site.door, on_message, on_end)
         return child
+
+    def _resumes_from(self, role: Role, incarnation: int) -> Path | None:
+        """For a trainer that cannot be revived: the newest checkpoint, once one has died."""
+        later = newest(self._directory.checkpoints) if role == "trainer" and incarnation > 1 else None
+        return later or self._checkpoint
 
     def keep(self, position: int, durable: int) -> None:
         """Tell all processes which of their messages are durable, so that they need not repeat them."""
@@ -168,6 +174,9 @@ class Crew:
     def look(self) -> list[Standstill]:
         """Processes that stand still. Those that have for too long are killed, and replaced as others that die."""
         now = _now()
+        for child in self.children.values():
+            if child.waits_for:
+                self.watchdog.moved(child.name, now)  # there is nobody yet who could stand still
         found = self.watchdog.look(now)
         for each in found:
             if each.lost:
@@ -219,7 +228,10 @@ class Crew:
             await asyncio.gather(task, return_exceptions=True)
             if self.failure in done:
                 self.failure.result()
-            raise RunError(f"the {name} took more than {timeout_s:g} s: see {self._directory.logs}")
+            waits = [f"{child.name} waits for {child.waits_for}" for child in self.children.values() if child.waits_for]
+            raise RunError(
+                "; ".join([f"the {name} took more than {timeout_s:g} s: see {self._directory.logs}", *waits])
+            )
         task.result()
 
     async def stop(self) -> None:
@@ -230,12 +242,13 @@ class Crew:
         await asyncio.gather(*self._retiring, *(child.stop() for child in self.children.values()))
         if self._server is not None:
             self._server.close()
-            self._socket.unlink(missing_ok=True)
 
     def _arrived(self, channel: Channel, hello: Hello) -> None:
         child = self.children.get(hello.name)
         if child is not None and child.pid == hello.pid and not child.ended.is_set() and not self._stopping:
             child.arrived(channel, hello)
+        elif child is not None and child.starts:
+            channel.close()  # it is not known yet who it is: it tries again
         elif (found := self._found.get(hello.name)) is None or found.pid != hello.pid:
             channel.send(Stop())  # nobody needs it any more
         else:

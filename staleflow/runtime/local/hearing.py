@@ -2,7 +2,7 @@
 
     hearing = Hearing(run)
     crew.start("trainer", "trainer", hearing.trainer, lambda _: None)
-    control.recover(hearing.early)
+    control.recover(steps, hearing.early)
 
 What instances report before the training begins is kept in ``early``: those that an earlier control plane started say
 again what it may not have heard, or not have lived to write down.
@@ -81,7 +81,7 @@ class Hearing:
                 run.trainer.made(version)
                 child.ready.set()
                 if run.started:
-                    self._trainer_back(version)
+                    self.trainer_back(version)
             case Pushed(version=version):
                 run.trainer.made(version)
                 self._trainer_did("feed", "finish")
@@ -108,9 +108,16 @@ class Hearing:
         for kind in kinds:
             self._run.watchdog.done("trainer", kind, self._run.loop.time())
 
-    def _trainer_back(self, version: int) -> None:
+    def trainer_back(self, version: int) -> None:
         """Another trainer has taken over. What was sent to the dead one was sent to nobody."""
         run = self._run
+        if run.brings_back:
+            return  # with this one, from where it is
+        if version < run.server.ledger.version:
+            run.incidents.note(f"the trainer was replaced at version {version}: the steps since then are made again")
+            run.control.on_trainer_lost()
+            run.bring_back()
+            return
         run.incidents.note(f"the trainer was replaced at version {version}")
         if run.rescue.begun:
             run.control.on_trainer_lost()
@@ -143,6 +150,8 @@ class Hearing:
         if message.accuracy is None:
             return
         run.kept.evaluated(message.version, message.accuracy, message.figures, message.binary)
+        figures = {"step": message.version, **message.figures}
+        run.trackers.log(message.version, {f"evaluation/{name}": value for name, value in figures.items()})
         if (why := self._enough(message)) and run.training:
             run.incidents.note(f"the run ends early: {why}")
             run.stopped_early = why
@@ -169,6 +178,13 @@ class Hearing:
         if name in self._run.payloads:  # otherwise its group was given up
             self._run.samples.scored(name, parts, self._run.payloads.bytes_of(name)[0])
         self._run.control.on_scored(name, reward)
+
+    def played(self, episode: str) -> None:
+        """An environment has scored an episode."""
+        run = self._run
+        self.scored += 1
+        if episode in run.payloads:
+            run.samples.scored(episode, (), run.payloads.bytes_of(episode)[0])
 
     def reward_failed(self, name: str, why: str) -> None:
         run = self._run

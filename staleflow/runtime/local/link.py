@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from staleflow import tcp
 from staleflow.frames import Frames, framed
 from staleflow.runtime.local.patience import PatientLoop
 from staleflow.types import FromProcess, Hello, Kept, Setup, ToProcess
@@ -140,10 +141,12 @@ class LastingLink:
         if now - self._away_since > self._away_s:
             raise Gone
         self._tried_at = now
-        end = socket.socket(socket.AF_UNIX)
         hello = Hello(self._name, self._incarnation, os.getpid(), self._set_up, self._first)
         try:
-            end.connect(self._path)
+            end = dial(self._path)
+        except OSError:
+            return False
+        try:
             end.sendall(b"".join((framed(hello), *self._said)))
         except OSError:
             end.close()
@@ -157,17 +160,35 @@ class LastingLink:
             self._first += 1
 
 
+def dial(path: str) -> socket.socket:
+    """``path``: a socket of this machine, or a file that says where the control plane listens (``tcp``)."""
+    if path.endswith(tcp.SUFFIX):
+        if (address := tcp.read(Path(path))) is None:
+            raise FileNotFoundError(path)
+        return tcp.dial(address)
+    end = socket.socket(socket.AF_UNIX)
+    try:
+        end.connect(path)
+    except OSError:
+        end.close()
+        raise
+    return end
+
+
 class Channel(asyncio.Protocol):
     """The control plane's end: calls ``on_message`` for each message, and ``on_end`` once there will be no more."""
 
-    def __init__(self, on_hello: Callable[[Channel, Hello], None]) -> None:
-        """``on_hello`` says who is there, and sets the other two."""
+    def __init__(self, on_hello: Callable[[Channel, Hello], None], token: str = "") -> None:
+        """``on_hello`` says who is there, and sets the other two. ``token``: what must come first."""
         self.on_message: Callable[[Any], None] = lambda _: None
         self.on_end: Callable[[], None] = lambda: None
         self.heard = 0
         """Messages of the process, as it counts them."""
         self._frames: Frames[Any] = Frames(FromProcess)
         self._on_hello = on_hello
+        self._token = token
+        self._said = b""
+        """Of the token, so far."""
         self._transport: asyncio.Transport | None = None
 
     def send(self, message: msgspec.Struct) -> None:
@@ -187,8 +208,19 @@ class Channel(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        if self._token:
+            tcp.attentive(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
+        if self._token:
+            data, missing = self._said + data, tcp.TOKEN_BYTES
+            self._said = data[:missing]
+            if len(data) < missing:
+                return
+            if not tcp.admitted(self._said, self._token):
+                self.close()
+                return
+            self._token, data = "", data[missing:]
         for message in self._frames.feed(data):
             if isinstance(message, Hello):
                 self.heard = message.first - 1

@@ -19,17 +19,17 @@ class Place(NamedTuple):
 
 
 def placement(
-    cores: Sequence[int], names: Sequence[str], threads: int | None = None, pin: bool = True
+    cores: Sequence[int], names: Sequence[str], threads: int | None = None, pin: bool = True, ranks: int = 1
 ) -> dict[str, Place]:
-    """By process: ``trainer``, ``evaluator``, and the instances of these names."""
+    """By process: ``trainer``, whose ranks divide what it gets, ``evaluator``, and the instances of these names."""
     everywhere, instances = tuple(cores), len(names)
-    share = len(cores) // (instances + 1)
+    share = len(cores) // (instances + ranks)
     places: dict[str, Place] = {}
     for at, name in enumerate(names):
         own = everywhere[at * share : (at + 1) * share] if share else (everywhere[at % len(cores)],)
         places[name] = Place(own, threads or max(1, share), nice=0 if share else 5)
     left = everywhere[instances * share :] if share else everywhere
-    places["trainer"] = Place(left, threads or (len(left) if share else 1))
+    places["trainer"] = Place(left, threads * ranks if threads else (len(left) if share else ranks))
     places["evaluator"] = Place(everywhere, 1, nice=10)
     if not pin:
         places = {name: place._replace(cores=everywhere) for name, place in places.items()}

@@ -37,6 +37,27 @@ POLL_S = 0.25
 """How often to look where the kernel does not tell of an end."""
 
 
+def spawn(path: Path, setup: Setup, log: Path, **environment: str) -> subprocess.Popen[bytes]:
+    """Start the process on this machine."""
+    threads = str(setup.threads)
+    environment |= {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "passive",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", MODULE, str(path), setup.name, str(setup.incarnation), setup.run],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=os.environ | environment,
+            start_new_session=True,  # Ctrl-C is for the control plane alone
+        )
+
+
 class Child:
     def __init__(self, setup: Setup, log: Path, term: int = 1) -> None:
         self.setup = setup
@@ -54,6 +75,9 @@ class Child:
         """Whether it said that it cannot continue."""
         self.hung = ""
         """What it stood still at, if it was killed for that."""
+        self.waits_for = ""
+        """What it needs to be started, while it does not have that; and since when it waits."""
+        self.waits_since = 0.0
         self._log_begin = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._began: int | None = 0
@@ -69,33 +93,31 @@ class Child:
         return self.setup.name
 
     @property
+    def starts(self) -> bool:
+        """Whether it has no pid yet."""
+        return not self.pid and not self.ended.is_set()
+
+    @property
     def cpu_s(self) -> float:
-        """CPU seconds that it has used; 0 where the system does not tell."""
+        """CPU seconds that it and its own processes have used; 0 where the system does not tell."""
+        ticks = 0
+        for pid in self._family:
+            with suppress(OSError):
+                after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(after_name[11]) + int(after_name[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def _family(self) -> list[int]:
+        """With what it has started itself, such as the other ranks of a trainer."""
         try:
-            after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            return [self.pid, *map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split())]
         except OSError:
-            return 0.0
-        return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+            return [self.pid]
 
     def start(self, path: Path, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
-        threads = str(self.setup.threads)
-        environment = os.environ | {
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": "passive",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        with self.log.open("ab") as log:
-            self._log_begin = log.tell()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(path), self.name, str(self.setup.incarnation), self.setup.run],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is for the control plane alone
-            )
+        self._log_begin = self.log.stat().st_size if self.log.exists() else 0
+        self._process = spawn(path, self.setup, self.log)
         self._attend(self._process.pid, on_message, on_end)
 
     def adopt(self, pid: int, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
@@ -127,9 +149,9 @@ class Child:
 
     def move(self, cores: Sequence[int]) -> None:
         """To other cores, with all its threads; it keeps their number."""
-        if hasattr(os, "sched_setaffinity"):
+        for pid in self._family if hasattr(os, "sched_setaffinity") else ():
             with suppress(OSError):  # it has ended, or cores have been taken away
-                for thread in os.listdir(f"/proc/{self.pid}/task"):
+                for thread in os.listdir(f"/proc/{pid}/task"):
                     os.sched_setaffinity(int(thread), cores)
 
     def kill(self) -> None:

@@ -74,6 +74,8 @@ class RemoteTrainer:
         """``asked`` is told what the trainer is to do: the kind, what for people, and how much."""
         self.version = version
         """The newest that is safe in the parameter server."""
+        self.at = version
+        """Where the present trainer is: before that, if what was safe went with the machine of the one before."""
         self.news = asyncio.Event()
         """Set when a trainer says where it is."""
         self._crew = crew
@@ -84,7 +86,7 @@ class RemoteTrainer:
 
     def made(self, version: int) -> None:
         """The version is safe. May be called late and again."""
-        self.version = max(self.version, version)
+        self.at, self.version = version, max(self.version, version)
         self.news.set()
 
     def feed(self, step: int, groups: Sequence[Group]) -> None:

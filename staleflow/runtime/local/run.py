@@ -16,10 +16,11 @@ What processes say is in ``hearing``, what goes wrong in ``watching``, the last 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,21 +36,22 @@ from staleflow.run.incidents import Incidents
 from staleflow.run.journalled import JournalledRecord
 from staleflow.run.opening import KEPT_BYTES, Opened, open_state
 from staleflow.run.origin import ORIGIN, origin_of, write_origin
-from staleflow.run.processes import end, processes
 from staleflow.run.record import Record, sizes
 from staleflow.run.samples import Samples
 from staleflow.run.signals import Signals
 from staleflow.run.state import STATE, pack_state
 from staleflow.run.step_log import StepLog
+from staleflow.run.tracked import trackers_of
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.local.crew import Crew, RunError
 from staleflow.runtime.local.evaluations import Evaluations
 from staleflow.runtime.local.hearing import Hearing
-from staleflow.runtime.local.placement import Place, placement
+from staleflow.runtime.local.playing import Playing
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.local.rescuing import Rescue
 from staleflow.runtime.local.saving import Saving
 from staleflow.runtime.local.scaling import Scaling, unused
+from staleflow.runtime.local.site import LocalSite
 from staleflow.runtime.local.supervisor import Supervisor, requests
 from staleflow.runtime.local.time_spent import TimeSpent
 from staleflow.runtime.local.watching import STALL_S, Watching
@@ -60,7 +62,6 @@ from staleflow.servers.database import JournalError
 from staleflow.servers.filters import FILTERS
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.made import rows_of
-from staleflow.servers.weights import claim, standby_of
 from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
 from staleflow.types import Evaluate
 from staleflow.workers.rollout import TICK_S
@@ -92,11 +93,14 @@ class LocalRun:
         show: Callable[[LocalRun], None] = lambda _: None,
         tell: Callable[[str], None] = lambda _: None,
         supervisor: Supervisor | None = None,
+        site: LocalSite | None = None,
     ) -> None:
         """``cost`` is a first guess of what a decoding step takes; ``show`` is called a few times a second; ``tell``
-        gets a line for everything that goes wrong; ``supervisor``: of this process."""
+        gets a line for everything that goes wrong; ``supervisor``: of this process; ``site``: where the others are, by
+        default on this machine."""
         self.config = config
         self.directory = directory
+        self.site = site or LocalSite(directory, config)
         self.task = task
         self.show = show
         self.kept = JournalledRecord(Record(config.staleness), lambda *_: None)
@@ -108,7 +112,7 @@ class LocalRun:
         """Why an evaluation ended the run."""
         self.incidents = Incidents(tell)
         self.watchdog = Watchdog(lost_s=config.processes.hung_s)
-        self._model = model
+        self.model = model
         self._cost = cost
         self._checkpoint = checkpoint
         self._origin = origin_of(config, task.fingerprint, model)
@@ -121,6 +125,8 @@ class LocalRun:
         """What it does when it has started and does not train."""
         self.in_place = False
         """Whether this continues with processes of a control plane that died."""
+        self.brings_back = False
+        """Whether a trainer makes steps again that are committed."""
         self._supervisor = supervisor
         self.hearing = Hearing(self)
         self.watching = Watching(self)
@@ -133,9 +139,14 @@ class LocalRun:
     async def execute(self) -> dict[str, Any]:
         """The whole run. Returns its summary."""
         self.loop = asyncio.get_running_loop()
-        opened = self._opened()
-        store = self.directory.store
-        with claim(store, standby_of(store), keep=opened.standby):
+        try:
+            self.site.open()
+            return await self._executed(self._opened())
+        finally:
+            await self.site.close()
+
+    async def _executed(self, opened: Opened) -> dict[str, Any]:
+        with self.site.claims(keep=opened.standby):
             self._open(opened)
             requested = requests()
             for each in requested:
@@ -221,12 +232,12 @@ class LocalRun:
 
     def _opened(self) -> Opened:
         """Where the run is. Processes of an attempt before this one stay if it continues with what they hold."""
-        left = list(processes(self.directory.path))
+        left = self.site.left()
         trainer_there = any(each.name == "trainer" for each in left)
         opened = open_state(self.config, self.directory, self.task, self._checkpoint, trainer_there)
         self.in_place = bool(left) and opened.standby
         if not self.in_place:
-            end(left)
+            self.site.end(left)
         deaths = self._supervisor.deaths if self._supervisor is not None else ()
         for how in deaths or (["not known how"] if left else []):
             opened.kept.counted("restarts", "control", how)
@@ -247,6 +258,7 @@ class LocalRun:
         if (row := self.steps.rewind(self.server.ledger.version)) is not None and opened.standby:
             self.kept.recall(row)
         self.crew = self._crew(opened.standby)
+        self.trackers = trackers_of(config, self.directory, self.server.ledger.version, self._noted_elsewhere)
         self.server.on_committing = self._committing
         self.server.on_committed = self._committed
         self.server.on_aborted = self._aborted
@@ -257,31 +269,27 @@ class LocalRun:
             self.directory,
             config.checkpoints,
             lambda: {STATE: pack_state(self.server, self.record), ORIGIN: self._origin},
-            lambda folder, also: self.outbox.send(self.trainer.save, folder, also),
+            lambda folder, also: self.outbox.send(self._save, folder, also),
             lambda why, line: self.failed("checkpoint", why, line),
         )
         self.evaluations = Evaluations(self._send_evaluate, self._evaluation_missing)
         self._log = os.open(self.directory.log("reward"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.playing = Playing(self) if config.environment.play else None
         self.pool = RewardPool(
             config.reward,
             self.hearing.reward,
             self.hearing.reward_failed,
             stderr=self._log,
-            decoder=decoder_of(config.data, self._model),
+            decoder=decoder_of(config.data, self.model),
             on_away=self.hearing.reward_away,
             on_lost=self.hearing.reward_worker_lost,
         )
         self.control = self._control()
 
     def _crew(self, standby: bool) -> Crew:
-        places, died = self.places(unused(self.config.rollout.instances)), self.watching.death
-        parts = self.directory, self._model, places, self.watchdog, died, self._checkpoint
+        places, died = self.site.places(unused(self.config.rollout.instances)), self.watching.death
+        parts = self.site, self.model, places, self.watchdog, died, self._checkpoint
         return Crew(*parts, self._attempt, standby)
-
-    def places(self, instances: Sequence[str]) -> dict[str, Place]:
-        """Cores and threads of every process, with these instances."""
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-        return placement(cores, instances, self.config.processes.threads, self.config.processes.pin)
 
     def _control(self) -> ControlPlane:
         config = self.config
@@ -300,8 +308,9 @@ class LocalRun:
             reward_tries=config.reward.tries,
             pull_s=0.1,
         )
+        environments = None if self.playing is None else self.playing.environments
         trainer = HeldTrainer(self.trainer, self.outbox, self.costs.finish.add)
-        control = ControlPlane(settings, self.server, trainer, port, self.task.prompts, term=self._attempt)
+        control = ControlPlane(settings, self.server, trainer, port, self.task.prompts, self._attempt, environments)
         control.scoring.on_answer = self.costs.reward.add
         control.reports.on_bad = self.hearing.bad_report
         control.on_decision = lambda _now, decision: self._decisions.write(self.time.seconds, decision)
@@ -318,7 +327,7 @@ class LocalRun:
         self.crew.start("evaluator", "evaluator", self.hearing.evaluator, lambda _: self.evaluations.died())
         self.crew.all_started()
         self.loop.call_later(ADOPTED_S, self.crew.give_up_adopted)
-        await self.pool.start()
+        await (self.pool if self.playing is None else self.playing).start()
         await self.crew.all_ready()
 
     def start_instance(self, name: str) -> None:
@@ -359,22 +368,24 @@ class LocalRun:
             if self.crew.children[name].ready.is_set():
                 self.join(port)
         self.trainer.reset()  # its clock begins now, and what it is fed from now on counts
+        steps = self.server.ledger.frontier if self.interrupted else self.config.steps
         if self._resumed:
-            self.control.recover(self.hearing.early)
+            self.control.recover(steps, self.hearing.early)
         for name in self.crew.leaving:
             self.control.drain(name)
-        steps = self.server.ledger.frontier if self.interrupted else self.config.steps
+        gc.freeze()  # nothing moves while all that was imported is looked through for garbage, a quarter of a second
         try:
             await self.crew.within(self.control.run(steps), "training")
         finally:
+            gc.unfreeze()
             self.time.end()
             self.training = False
             self.kept.tell()
 
     async def _make_again(self) -> None:
         """Steps that the trainer lacks: it is fed what they were made of. Nothing else comes of them."""
-        while (step := self.trainer.version) < self.server.ledger.version:
-            if self.interrupted:
+        while (step := self.trainer.at) < self.server.ledger.version:
+            if self.interrupted and not self.brings_back:
                 raise Interrupted(f"stopped by {self.stopped_by} while steps were made again: nothing is lost")
             self._now(f"makes step {step} again")
             if (made := self.server.made.get(step)) is None:
@@ -382,6 +393,22 @@ class LocalRun:
             self.trainer.news.clear()
             self.trainer.make_again(step, rows_of(made, self.journal))
             await self.crew.within(self.trainer.news.wait(), f"step {step}, made again")
+
+    def bring_back(self) -> None:
+        """A trainer begins before the present version: it makes the steps since then, and continues."""
+
+        async def bring() -> None:
+            await self._make_again()
+            self.brings_back = False
+            self.hearing.trainer_back(self.trainer.at)
+
+        self.brings_back = True
+        self._bringing = self._beside(bring(), "steps made again")
+
+    def _save(self, folder: Path, also: dict[str, bytes]) -> None:
+        """A trainer that is not there yet is asked again when it is."""
+        if not self.brings_back:
+            self.trainer.save(folder, also)
 
     def _signalled(self, number: signal.Signals) -> None:
         """The second Ctrl-C is Python's own; the other signals may come again."""
@@ -405,7 +432,8 @@ class LocalRun:
         if (report := self.kept.report_of(step)) is None:
             return
         facts = self.samples.committed(step, groups)
-        self.steps.add(report, groups, self.kept.reported_at, self.time.instance_busy_s, facts)
+        row = self.steps.add(report, groups, self.kept.reported_at, self.time.instance_busy_s, facts)
+        self.trackers.log(step, row | {"tokens_wasted": self.record.tokens_wasted})
         self.signals.add(facts.get("cut"), report.facts.get("groups_without_signal", 0) / max(1, len(groups)))
         for warning in self.signals.warnings():
             self.incidents.note(warning)
@@ -447,6 +475,8 @@ class LocalRun:
         child = self.crew.children["evaluator"]
         if child.ready.is_set():  # another one is asked when it is ready
             self.watchdog.asked("evaluator", "evaluate", "evaluation", self.loop.time())
+            if now:
+                self.server.note("evaluating", self.server.ledger.version)
             child.send(Evaluate(now))
 
     def _evaluation_missing(self, version: int, why: str) -> None:
@@ -456,9 +486,16 @@ class LocalRun:
         self.kept.counted("failures", what, why)
         self.incidents.note(line)
 
+    def _noted_elsewhere(self, line: str) -> None:
+        """By another thread."""
+        with suppress(RuntimeError):  # the run has ended
+            self.loop.call_soon_threadsafe(self.incidents.note, line)
+
     async def _close(self) -> None:
         self.outbox.close()
         await self.pool.close()
+        if self.playing is not None:
+            await self.playing.close()
         os.close(self._log)
         await self.crew.stop()
         self.journal.on_durable = lambda: None
@@ -466,6 +503,7 @@ class LocalRun:
             await asyncio.to_thread(self.journal.close)
         self.steps.close()
         self._decisions.flush()
+        await asyncio.to_thread(self.trackers.close)
 
 
 def _add(error: Exception, what: str) -> None:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from staleflow.config import estimate, this_machine
 from staleflow.errors import RunError, StaleFlowError
 from staleflow.run.requests import Request, Requests
 
@@ -54,7 +53,7 @@ class Scaling:
         wanted, names = run.config.rollout.instances, sorted(filter(_is_instance, found), key=_number)
         self.names = [*names[:wanted], *unused(wanted - len(names), taken=names)]
         run.crew.leaving |= set(names[wanted:])
-        run.crew.place(run.places([*self.names, *names[wanted:]]))
+        run.crew.place(run.site.places([*self.names, *names[wanted:]]))
         return [*self.names, *names[wanted:]]
 
     def look(self) -> None:
@@ -113,8 +112,7 @@ class Scaling:
         there = sum(name in run.instances for name in self.names)
         if wanted > there:
             config = replace(run.config, rollout=replace(run.config.rollout, instances=wanted))
-            machine = await asyncio.to_thread(this_machine)
-            if (problem := estimate(config, machine).problem_of_more(wanted - there)) is not None:
+            if (problem := await asyncio.to_thread(run.site.refuses, config, wanted - there)) is not None:
                 raise RunError(problem)
 
     def _change(self, wanted: int) -> Change:
@@ -129,7 +127,7 @@ class Scaling:
             step, seconds = run.server.ledger.version, run.time.seconds
             run.record.scaled.append({"step": step, "seconds": seconds, "from": before, "to": wanted})
             run.server.note("scale", before, wanted)
-            run.crew.place(run.places(self.names))
+            run.crew.place(run.site.places(self.names))
         for name in stopped:
             run.crew.leaving.add(name)
             if run.training and name in run.control.members:

@@ -38,7 +38,7 @@ def status_of(run: LocalRun) -> Status:
         control_overhead=run.time.control_share if record.rewards else None,
         groups_ready=counts["complete"],
         groups_in_flight=counts["live"] - counts["complete"] - counts["leased"],
-        instances=tuple(_instance(run, name) for name in run.instances),
+        instances=tuple(_instance(run, name) for name in sorted(run.instances, key=lambda name: (len(name), name))),
         waiting_for=run.control.watch.waits_for(),
         loss=run.loss,
         cut=run.signals.cut,
@@ -77,4 +77,5 @@ def _instance(run: LocalRun, name: str) -> InstanceStatus:
         pulling=member is not None and member.pulling is not None,
         leaving=member is not None and member.leaving,
         tokens_per_s=port.tokens / run.time.seconds if run.time.seconds else 0.0,
+        tokens=port.tokens,
     )

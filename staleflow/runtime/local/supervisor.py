@@ -5,10 +5,10 @@
 
 ``supervised`` forks. The child returns from it what ``train`` does, as if there were no parent; the parent stays,
 passes signals on, and returns the child's exit code. A child that was killed by a signal (also for want of memory, or
-by a segmentation fault) after it said what it runs is followed by another; one that ended by itself, or that somebody
-asked to stop, is not; one that stands still is named, and killed after a minute. The processes of the run wait
-meanwhile, and the next control plane adopts them. Before the control plane listens for signals, and between two of
-them, a request to stop is a ``KeyboardInterrupt``.
+by a segmentation fault) after it said what it runs is followed by another, and so is one that found the disk full when
+it began. One that ended by itself otherwise, or was asked to stop, is not; one that stands still is named, and
+killed after a minute. The processes of the run wait meanwhile, and the next control plane adopts them. Before the
+control plane listens for signals, and between two of them, a request to stop is a ``KeyboardInterrupt``.
 
 If the parent dies, the child stops the run in good order.
 """
@@ -39,6 +39,10 @@ STOP, MOVES, LEAVES = "stop", "moves", "leaves"
 BEAT_S = 1.0
 HUNG_S = 60.0
 CONTROL = "the control plane"
+NO_ROOM = 75
+"""The exit code of a control plane that found the disk full before it had the run in hand."""
+ROOM_S = 2.0
+"""Until the next one tries."""
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells expect it."""
 
@@ -52,18 +56,21 @@ def requests() -> list[signal.Signals]:
 class Supervisor:
     """As the control plane sees it."""
 
-    def __init__(self, told: int, hears: int, run: Path | None, deaths: Sequence[str]) -> None:
+    def __init__(self, tells: int, hears: int, run: Path | None, deaths: Sequence[str]) -> None:
         self.run = run
         """What the control plane before this one ran; None if this is the first."""
         self.deaths = deaths
         """How those before this one ended, since the last that said what it runs."""
-        self._told = told
+        self.told = run is not None
+        """Whether it is known what is to be continued."""
+        self._tells = tells
         self._hears = hears
         self._beat: asyncio.TimerHandle | None = None
 
     def tell(self, run: Path) -> None:
         """What is to be continued, should this process die. Earlier deaths are known to the run by now."""
-        _say(self._told, str(run))
+        self.told = True
+        _say(self._tells, str(run))
 
     def attend(self, stop: Callable[[signal.Signals], None], reaped: Callable[[int, int], None]) -> None:
         """From now on ``stop`` is called when somebody wants the run to end, ``reaped`` with the pid and exit code of
@@ -83,7 +90,7 @@ class Supervisor:
                     reaped(int(word), int(code))
 
         def beat() -> None:
-            _say(self._told, MOVES)
+            _say(self._tells, MOVES)
             self._beat = loop.call_later(BEAT_S, beat)
 
         loop.add_reader(self._hears, come)
@@ -93,7 +100,7 @@ class Supervisor:
         asyncio.get_running_loop().remove_reader(self._hears)
         if self._beat is not None:
             self._beat.cancel()
-        _say(self._told, LEAVES)
+        _say(self._tells, LEAVES)
 
 
 def supervised(train: Callable[[Supervisor], int], restarts: Restarts | None = None) -> int:
@@ -101,6 +108,7 @@ def supervised(train: Callable[[Supervisor], int], restarts: Restarts | None = N
     _adopt_orphans()
     run: Path | None = None
     deaths: list[str] = []
+    full = False
     with _Asks() as asks:
         while True:
             restarts.started("control", time.monotonic())
@@ -122,6 +130,15 @@ def supervised(train: Callable[[Supervisor], int], restarts: Restarts | None = N
             os.close(says)
             if watch.run is not None:
                 run, deaths = watch.run, []
+            if code == NO_ROOM and run is not None:
+                if not full:
+                    print(f"staleflow: no room on the disk of {run}: continues when there is", file=sys.stderr)
+                full = True
+                if asks.wait(ROOM_S):
+                    code = _stopped(run)
+                    break
+                continue
+            full = False
             if code >= 0 or -code in ASKED:
                 break
             deaths.append("stood still" if watch.killed else ending(code))
@@ -131,8 +148,7 @@ def supervised(train: Callable[[Supervisor], int], restarts: Restarts | None = N
                 print(f"staleflow: error: the control plane died{often}: {deaths[-1]}{_again(run)}", file=sys.stderr)
                 break
             if asks.wait(pause_s):
-                print(f"staleflow: stopped while the control plane was dead{_again(run)}", file=sys.stderr)
-                code = INTERRUPTED
+                code = _stopped(run)
                 break
     code = code if code >= 0 else 128 - code
     if code > 128 and run is not None:  # by a signal: it has not ended what it started or was to adopt
@@ -140,8 +156,15 @@ def supervised(train: Callable[[Supervisor], int], restarts: Restarts | None = N
     return code
 
 
+def _stopped(run: Path | None) -> int:
+    print(f"staleflow: stopped while the control plane was dead{_again(run)}", file=sys.stderr)
+    return INTERRUPTED
+
+
 def _again(run: Path | None) -> str:
-    return f"; continue with: staleflow train --resume {run}" if run is not None else ""
+    if run is None:
+        return " before it had begun: give the same command again"
+    return f"; continue with: staleflow train --resume {run}"
 
 
 class _Asks:

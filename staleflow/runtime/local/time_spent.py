@@ -49,6 +49,7 @@ class TimeSpent:
 
     def begin(self) -> None:
         self.began = self._counted_at = time.monotonic()
+        self._run.journal.stamp_from(self.before_s)
         self._cpu_began = time.process_time()
         self._cpu_before = {name: child.cpu_s for name, child in self._run.crew.children.items()}
 

@@ -8,16 +8,21 @@ await watching.keep_watching()
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from typing import TYPE_CHECKING
 
+from staleflow.run.fleet import FleetLog, moment_of
 from staleflow.runtime.control import StalledError
 from staleflow.runtime.local.process import Child
+from staleflow.runtime.local.status import status_of
 
 if TYPE_CHECKING:
     from staleflow.runtime.local.run import LocalRun
 
 VIEW_S = 0.25
+LOOKED_S = 5.0
+"""Somebody looks if ``staleflow dash`` has said so within this time."""
 QUIET_S = 15.0
 """Without a token, a reward or a version for this long, the run says what it waits for."""
 STALL_S = 1800.0
@@ -30,6 +35,7 @@ class Watching:
         self.shown_s = 0.0
         """CPU seconds for what people look at."""
         self._run = run
+        self._fleet = FleetLog(run.directory.fleet, on_trouble=run.incidents.note)
         self._sign: tuple[float, ...] = ()
         """How far the run was when it last moved."""
         self._moved_at = 0.0
@@ -58,6 +64,10 @@ class Watching:
             for each in run.crew.look():
                 if each.news and not each.lost:
                     run.incidents.note(str(each))
+            for child in run.crew.children.values():
+                if child.waits_for and run.loop.time() - child.waits_since > QUIET_S:
+                    what = f"{child.name} waits for {child.waits_for}"
+                    run.incidents.rarely(f"place of {child.name}", what, run.loop.time())
             run.crew.keep(run.journal.position, run.journal.durable)
             run.steps.write()
             if run.started:
@@ -69,8 +79,23 @@ class Watching:
         while True:
             began = time.process_time()
             self._run.show(self._run)
+            self._record()
             self.shown_s += time.process_time() - began
             await asyncio.sleep(VIEW_S)
+
+    def _record(self) -> None:
+        """What instances do now, for those who look; while somebody does, events are not kept waiting either."""
+        run, watched = self._run, self._watched()
+        if self._fleet.due(run.loop.time(), len(run.instances), watched):
+            self._fleet.write(moment_of(status_of(run), time.time()))
+            if watched:
+                run.journal.hurry()
+
+    def _watched(self) -> bool:
+        try:
+            return time.time() - os.stat(self._run.directory.watched).st_mtime < LOOKED_S
+        except OSError:
+            return False
 
     def disk(self) -> None:
         """The journal holds back whatever rests on what it cannot write, so a run on a full disk pauses."""

@@ -16,21 +16,24 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from staleflow.servers.weights.parts import Part, SharedPush
 from staleflow.servers.weights.pulling import PullResult, Reader
-from staleflow.servers.weights.pushing import PushResult, Writer
-from staleflow.servers.weights.segments import NoStoreError, StoreRegistry, WeightsError
+from staleflow.servers.weights.pushing import Fetch, PushResult, Writer
+from staleflow.servers.weights.segments import BusyStoreError, NoStoreError, StoreRegistry, WeightsError
 from staleflow.servers.weights.slots import ClockNs, segments_of
 from staleflow.servers.weights.stores import Store
 from staleflow.servers.weights.tensors import Cast
 
 __all__ = [
+    "BusyStoreError",
     "LocalParameterServer",
     "NoStoreError",
     "ParameterServer",
+    "Part",
     "PullResult",
     "PushResult",
     "WeightsError",
@@ -46,7 +49,7 @@ MAX_SLOTS = 4
 
 
 class ParameterServer(Protocol):
-    def push(self, version: int, tensors: Mapping[str, torch.Tensor]) -> PushResult:
+    def push(self, version: int, tensors: Mapping[str, torch.Tensor]) -> PushResult | None:
         """Publish a version greater than all before. On an error nothing is published."""
         ...
 
@@ -101,10 +104,20 @@ class LocalParameterServer:
         lease_s: float = LEASE_S,
         clock: ClockNs = time.monotonic_ns,
         between: Callable[[], None] | None = None,
+        wait_s: float = 0.0,
     ) -> "LocalParameterServer":
         """Become the writer of a store whose writer died; its newest version and its layout stay. If no reader holds
-        it, ``create`` in another process may reclaim it first. Raises ``NoStoreError`` if there is none."""
-        store = Store.take_over(StoreRegistry(registry), name, clock)
+        it, ``create`` in another process may reclaim it first. Raises ``NoStoreError`` if there is none, and
+        ``BusyStoreError`` if it has a writer, also after ``wait_s``: one that only fetches is soon done."""
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                store = Store.take_over(StoreRegistry(registry), name, clock)
+                break
+            except BusyStoreError:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(0.02)
         return cls._writing(store, None, max_slots, lease_s, between)
 
     @classmethod
@@ -141,6 +154,28 @@ class LocalParameterServer:
             raise WeightsError(f"weights store {self._store.name!r} is attached for reading: push from its writer")
         return self._writer.push(version, tensors)
 
+    @staticmethod
+    def together(
+        server: "LocalParameterServer | None", gather: Callable[[Any], list[Any]], rank: int, size: int
+    ) -> SharedPush:
+        """Pushes by several processes, of which the first has the ``server`` that writes; see ``parts``."""
+        return SharedPush(gather, rank, size, server._writer if server is not None else None)
+
+    def take_up(self) -> bool:
+        """Become the writer, until ``lay_down``, of a store that has none now. False if it has one. What was mapped
+        before stays mapped, so this costs little."""
+        self._store.check()
+        if not self._store.take_up():
+            return False
+        if self._writer is None:
+            self._writer = Writer(self._store, None, MAX_SLOTS, self._between)
+        else:
+            self._writer.recover()
+        return True
+
+    def lay_down(self) -> None:
+        self._store.lay_down()
+
     def newest(self) -> int:
         self._store.check()
         return self._store.block.published.version
@@ -156,6 +191,18 @@ class LocalParameterServer:
         another place for them than tensors of the same names. It is called again if they were overwritten meanwhile,
         and must not keep or change them. Returns the version that was read whole."""
         return self._reading().lend(use, at_least)
+
+    def lend_slot(self, use: Callable[[int, memoryview, int, Callable[[], bool]], None], at_least: int = 0) -> int:
+        """Call ``use`` with the newest version, the bytes of its slot, how many of them are the header, and a function
+        to call now and then: it keeps the slot, and returns False once it was overwritten."""
+        return self._reading().lend_slot(use, at_least)
+
+    def push_copy(self, header: bytes, fetch: Fetch) -> PushResult:
+        """Publish a slot that ``lend_slot`` gave elsewhere. ``EOFError`` if what comes is torn."""
+        self._store.check()
+        if self._writer is None:
+            raise WeightsError(f"weights store {self._store.name!r} is attached for reading: push from its writer")
+        return self._writer.push_copy(header, fetch)
 
     def whole(self) -> bool:
         """Whether every tensor of the newest version has the checksum that it was pushed with."""

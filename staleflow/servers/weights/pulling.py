@@ -108,8 +108,25 @@ class Reader:
             if opened is None:
                 return None
             mapped, layout, sequence = opened
+            if torch.cuda.is_initialized():
+                mapped.pin()
             use(version, self._lent(mapped, layout, slot, sequence))
             return True if self.block.sequence(slot) == sequence else None
+
+        return self._repeat(at_least, attempt)[1]
+
+    def lend_slot(self, use: Callable[[int, memoryview, int, Callable[[], bool]], None], at_least: int) -> int:
+        """The same with the slot as it is: its bytes, how many of them are the header, and what to call now and then
+        to keep it. That returns False once it was overwritten."""
+
+        def attempt(version: int, slot: int) -> bool | None:
+            opened = self._open(version, slot)
+            if opened is None:
+                return None
+            mapped, layout, sequence = opened
+            memory, header = memoryview(mapped.memory)[: layout.size], layout.size - layout.data
+            use(version, memory, header, lambda: self._keep(slot, sequence))
+            return True
 
         return self._repeat(at_least, attempt)[1]
 

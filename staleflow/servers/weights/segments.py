@@ -39,6 +39,10 @@ class WeightsError(StaleFlowError, ValueError):
     """Weights cannot be stored or loaded; the message says what to do. What was published stays as it was."""
 
 
+class BusyStoreError(WeightsError):
+    """Another process writes to the store."""
+
+
 class NoStoreError(WeightsError):
     """Nobody has created a store of this name here, or it was removed."""
 

@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable
 
-from staleflow.servers.weights.segments import NoStoreError, StoreRegistry, WeightsError, hold, let_go
+from staleflow.servers.weights.segments import BusyStoreError, NoStoreError, StoreRegistry, WeightsError, hold, let_go
 from staleflow.servers.weights.slots import (
     CLOSED_WORD,
     FORMAT,
@@ -35,6 +35,8 @@ class Store:
         self.gone = ""
         """Why the store can no longer be used; empty while it can."""
         self._fds = fds
+        self._writing = fds[0] if len(fds) > 1 else None
+        """The writer's lock, if this process has had it."""
         _open_stores.add(self)
 
     @classmethod
@@ -68,7 +70,7 @@ class Store:
             writer = registry.open(registry.writer(name), create=True)
             if not hold(writer, fcntl.LOCK_EX):
                 os.close(writer)
-                raise WeightsError(f"weights store {name!r} has a living writer: stop it before taking over")
+                raise BusyStoreError(f"weights store {name!r} has a living writer: stop it before taking over")
             try:
                 return cls._join(registry, name, clock, [writer])
             except BaseException:
@@ -118,6 +120,19 @@ class Store:
             self.gone = why
             for fd in self._fds:
                 let_go(fd)
+
+    def take_up(self) -> bool:
+        """Become the writer of a store that has none now."""
+        with self.registry.locked():
+            if self._writing is None:
+                self._writing = self.registry.open(self.registry.writer(self.name), create=True)
+                self._fds.append(self._writing)
+            return hold(self._writing, fcntl.LOCK_EX)
+
+    def lay_down(self) -> None:
+        """Let another become the writer."""
+        if self._writing is not None:
+            fcntl.flock(self._writing, fcntl.LOCK_UN)
 
     def remove(self) -> None:
         """Take the store out of the registry and free its memory. Readers keep what they have mapped."""

@@ -11,7 +11,8 @@ fixed places, so that a pull reads a few bytes of the header and not all of it.
 
 import ctypes
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,13 +93,12 @@ class SlotLayout:
             raise WeightsError("there is nothing to push: pass the model's tensors by name")
         stored = {name: stored_dtype(name, tensor, cast) for name, tensor in tensors.items()}
         ties = find_ties(tensors)
-        dtypes = {name: dtype for name, dtype in stored.items() if name not in ties}
-        places: dict[str, Any] = {}
-        stop = 0
-        for name in sorted(dtypes, key=lambda name: -dtypes[name].itemsize):  # keeps elements aligned without gaps
-            start, stop = stop, stop + tensors[name].numel() * dtypes[name].itemsize
-            shape = list(tensors[name].shape)
-            places[name] = {"dtype": NAMES[dtypes[name]], "shape": shape, "data_offsets": [start, stop]}
+        return cls.planned({name: (stored[name], tensors[name].shape) for name in stored if name not in ties}, ties)
+
+    @classmethod
+    def planned(cls, kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]], ties: dict[str, str]) -> "SlotLayout":
+        """For tensors of these types and shapes."""
+        places = placed(kinds)
         tail = f'","tied":{json.dumps(json.dumps(ties))}}},{json.dumps(places)[1:]}'.encode()
         tail += b" " * (-(8 + HEAD + DIGEST * len(places) + len(tail)) % ALIGNMENT)
         return cls(places, ties, 8 + HEAD + DIGEST * len(places) + len(tail), tail)
@@ -109,6 +109,11 @@ class SlotLayout:
         table: dict[str, Any] = json.loads(header[8:])
         ties: dict[str, str] = json.loads(table.pop("__metadata__")["tied"])
         return cls(table, ties, len(header), header[8 + HEAD + DIGEST * len(table) :])
+
+    @staticmethod
+    def version_in(header: bytes) -> int:
+        start = 8 + len(_BEFORE_VERSION)
+        return int(header[start : start + VERSION_DIGITS])
 
     def header(self, version: int, checksum: str, digests: list[str]) -> bytes:
         body = _head(version, checksum) + "".join(digests).encode() + self._tail
@@ -156,9 +161,25 @@ class SlotLayout:
         check_strided(name, tensor)
 
 
+VERSION_DIGITS = 20
+_BEFORE_VERSION = '{"__metadata__":{"format":"pt","version":"'
+
+
+def placed(kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> dict[str, Any]:
+    """Tensors of these types and shapes one behind the other, as the header of a safetensors file has them. The largest
+    elements come first, which keeps all aligned without gaps."""
+    found: dict[str, Any] = {}
+    stop = 0
+    for name in sorted(kinds, key=lambda name: -kinds[name][0].itemsize):
+        dtype, shape = kinds[name]
+        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
+        found[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+    return found
+
+
 def _head(version: int, checksum: str) -> bytes:
     """The header up to the tensors' checksums: equally long for every version."""
-    return f'{{"__metadata__":{{"format":"pt","version":"{version:020d}","checksum":"{checksum}","checksums":"'.encode()
+    return f'{_BEFORE_VERSION}{version:0{VERSION_DIGITS}d}","checksum":"{checksum}","checksums":"'.encode()
 
 
 HEAD = len(_head(0, "0" * DIGEST))

@@ -133,6 +133,10 @@ class PeerLedger:
         """Nothing is waited for by name: the open step takes whatever is complete."""
         return []
 
+    def blocked(self) -> tuple[int, object]:
+        names = self.blocking()
+        return len(names), names
+
     def view(self) -> list[StepView]:
         return []
 

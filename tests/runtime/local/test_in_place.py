@@ -24,6 +24,7 @@ def words(model: Path, runs: Path, *changes: str) -> list[str]:
     return [str(file)]
 
 
+@pytest.mark.slow
 def test_at_bound_0_a_run_whose_control_plane_is_killed_again_and_again_equals_the_synchronous_loop(
     model: Path, tmp_path: Path
 ) -> None:

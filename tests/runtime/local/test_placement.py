@@ -27,6 +27,15 @@ def test_two_cores_two_instances() -> None:
     assert places["trainer"].nice < places["i0"].nice < places["evaluator"].nice
 
 
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
+def test_ranks_of_a_trainer_count_as_processes(cores: int, instances: int, ranks: int) -> None:
+    places = placement(range(cores), names(instances), ranks=ranks)
+    assert places["trainer"].threads >= ranks
+    if cores >= instances + ranks:
+        assert len(places["trainer"].cores) == places["trainer"].threads
+        assert all(len(places[name].cores) <= len(places["trainer"].cores) // ranks for name in names(instances))
+
+
 def test_unpinned_processes_may_run_anywhere() -> None:
     assert {place.cores for place in placement([0, 1, 2], names(2), pin=False).values()} == {(0, 1, 2)}
     assert {place.threads for place in placement([0, 1, 2, 3], names(1), threads=1).values()} == {1}

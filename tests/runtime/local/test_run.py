@@ -21,6 +21,9 @@ from staleflow.runtime.local.run import LocalRun, RunError
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Limits
 from staleflow.study.measured import read_run
+from staleflow.study.perfetto import write_trace
+from staleflow.study.report import page
+from staleflow.study.why import ask
 from staleflow.tasks import adder
 from staleflow.tasks.opening import TaskSet, open_source, open_task
 from staleflow.types import Report, TrajectoryNews
@@ -202,6 +205,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run with memory for the trajectories of one step: its summary, its directory, and bytes claimed over time."""
     memory = GROUPS * Limits(MOST, 4, 0).group_bytes(MEMBERS)
     changes = ["steps=14", "staleness=1", "checkpoints.every=1", "checkpoints.keep=2"]
+    changes += ["track=tests.runtime.local.trackers:Lines", "track_arguments={file: lines}"]
     config = configured(model, tmp_path_factory.mktemp("runs"), *changes, f"processes.trajectory_gib={memory / 2**30}")
     claimed: list[int] = []
 
@@ -290,3 +294,26 @@ def test_a_run_leaves_what_its_steps_cost_for_the_planner(finished: Finished) ->
     assert min(setting.reward_s, setting.push_s, summary["pull_s"]) > 0
     rows = read_metrics(directory.metrics)
     assert 0 < sum(row["instances_busy_s"] for row in rows) <= summary["instance_busy_s"] + 1e-6
+
+
+def test_a_real_run_can_be_asked_reported_traced_and_tracked(finished: Finished) -> None:
+    summary, directory, _ = finished
+    config = load(str(directory.config_file), [])
+    directory.write(directory.summary, summary)
+    pace = ask(directory, config, "").facts
+    rows = read_metrics(directory.metrics)
+    assert pace["step_s"] * pace["steps_looked_at"] <= rows[-1]["time"]
+    assert pace["law"]["step_s"] > 0
+    step = ask(directory, config, "step 9").facts
+    assert step["committed_s"] - step["opened_s"] == pytest.approx(rows[9]["time"] - rows[8]["time"], abs=0.25)
+    assert step["groups"] == GROUPS
+    assert ask(directory, config, "why did instance 0 pull").facts["pull"]["version"] > 0
+    prompt = rows[5]["prompts"][0]
+    assert ask(directory, config, f"group {prompt}").facts["trained_at_step"] == 5
+    assert ask(directory, config, f"p{prompt}/1").facts["trained_at_step"] == 5
+    assert "What sets the pace" in page(directory, config)
+    assert write_trace(directory, directory.path / "trace.json") > 14 * GROUPS * MEMBERS
+    *lines, last = [json.loads(line) for line in (directory.path / "lines").read_text().splitlines()]
+    assert last == {}, "it was closed"
+    assert [line["step"] for line in lines if "reward" in line] == [*range(14)]
+    assert [line["evaluation/step"] for line in lines if "evaluation/step" in line] == [0, 14]

@@ -94,6 +94,27 @@ def train(supervisor):
     assert err.strip().endswith(f"staleflow train --resume {tmp_path / 'run'}")
 
 
+def test_one_that_finds_the_disk_full_is_followed_by_another_until_there_is_room(tmp_path: Path) -> None:
+    """A control plane that followed a dead one on a full disk ended the run."""
+    train = """
+from staleflow.runtime.local import supervisor as module
+module.ROOM_S = 0.0
+def train(supervisor):
+    at = starts()
+    if at == 1:
+        supervisor.tell(here / "run")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return module.NO_ROOM if at < 4 else 7
+"""
+    code, _, err = ended(tmp_path, train)
+    assert (code, starts(tmp_path)) == (7, 4)
+    assert err == f"staleflow: no room on the disk of {tmp_path / 'run'}: continues when there is\n"
+
+
+def test_one_that_finds_the_disk_full_before_anything_has_begun_is_not(tmp_path: Path) -> None:
+    assert ended(tmp_path, "def train(supervisor):\n    return 75")[0] == 75
+
+
 @pytest.mark.parametrize(
     ("last", "code"),
     [
@@ -122,7 +143,8 @@ def train(supervisor):
 """
     code, _, err = ended(tmp_path, train)
     assert (code, starts(tmp_path)) == (128 + signal.SIGKILL, 1)
-    assert err == "staleflow: error: the control plane died: killed (SIGKILL; out of memory?)\n"
+    said = "the control plane died: killed (SIGKILL; out of memory?) before it had begun: give the same command again"
+    assert err == f"staleflow: error: {said}\n"
 
 
 ASYNC = """

@@ -1,12 +1,13 @@
 """A run that stands still is noticed; one that moves, or waits for somebody with a limit of their own, is not."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from staleflow.runtime.local.watching import QUIET_S, STALL_S, Watching
 
 
-def test_time_counts_from_the_last_move_and_not_while_somebody_is_waited_for() -> None:
+def test_time_counts_from_the_last_move_and_not_while_somebody_is_waited_for(tmp_path: Path) -> None:
     said: list[str] = []
     failures: list[Exception] = []
     port = SimpleNamespace(tokens=5)
@@ -14,6 +15,7 @@ def test_time_counts_from_the_last_move_and_not_while_somebody_is_waited_for() -
     watch = SimpleNamespace(waits_for=lambda: "p0", stalled=lambda: "p0")
     run: Any = SimpleNamespace(
         training=True,
+        directory=SimpleNamespace(fleet=tmp_path / "fleet"),
         instances={"i0": port},
         crew=SimpleNamespace(incarnations={"i0": 1}, fail=failures.append),
         server=SimpleNamespace(ledger=SimpleNamespace(version=1)),
@@ -22,7 +24,7 @@ def test_time_counts_from_the_last_move_and_not_while_somebody_is_waited_for() -
         pool=pool,
         watchdog=SimpleNamespace(busy=lambda _: False),
         control=SimpleNamespace(watch=watch),
-        incidents=SimpleNamespace(rarely=lambda _kind, line, _now: said.append(line)),
+        incidents=SimpleNamespace(note=said.append, rarely=lambda _kind, line, _now: said.append(line)),
     )
     watching = Watching(run)
     watching.moves(10.0)

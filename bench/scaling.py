@@ -1,0 +1,258 @@
+"""Where one control plane ends: what a decision and a trajectory cost it with thousands of instances, and what follows.
+
+    taskset -c 1 python bench/scaling.py                              # 1,024 and 4,096 instances: minutes
+    taskset -c 1 python bench/scaling.py --quick                      # 128 instances: seconds
+    taskset -c 1 python bench/scaling.py --instances 10000 --steps 2 --json
+
+*Cells* are simulated runs of the preset ``paper-14b``, each in a process of its own, with ``IN_FLIGHT`` trajectories in
+flight for each instance. The control plane is the production code. Its CPU time counts, and that of the simulated
+engines, trainer and rewards does not. A decision is a whole cycle in which something was decided: draw prompts,
+observe, decide, place, send. A pause is any other call, such as the commit of a step. The garbage collector is off in
+the cells.
+
+*Filling* drives the control plane without a simulator: an empty fleet pulls and is filled, which takes seconds with
+10,000 instances, too.
+
+What the simulator leaves out is measured beside it (``bench/scaling_parts.py``). *Live*: what trajectories in flight
+take of memory without their tokens, and how long a full collection looks at them. *Real*: what messages, payload and
+the journal on disk add, for a trajectory and for one report of its tokens so far, of which workers send one every two
+seconds. *Saturation* is arithmetic on all that: how many instances of the preset one control plane serves before it
+runs out of a core, of the network, of the disk or of memory (of what is really held, and of the limit, which counts the
+longest response for each), and how many nodes get each version from the trainer's within a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from scaling_parts import GROUP, IN_FLIGHT, filling, live, real
+
+from staleflow.coordinator.decide import Decision
+from staleflow.runtime.control import ControlPlane
+from staleflow.simulate.cluster import Cluster, RewardLink
+from staleflow.simulate.network import Remote
+from staleflow.simulate.setting import preset
+from staleflow.simulate.trainer import TrainerLink
+from staleflow.workers.rollout import STREAM_S
+
+TARGET_MS = 50.0
+"""For a decision, at the 99th percentile."""
+CELLS, QUICK = (1_024, 4_096), (128,)
+LINK, DISK, MEMORY = 25e9 / 8, 1e9, 64e9
+"""The machine of the control plane in the arithmetic: a network of 25 Gb/s, a disk that syncs 1 GB/s, 64 GB."""
+TRAINER_LINK, ON_A_NODE = 400e9 / 8, 8
+"""And what the others have: 400 Gb/s at the trainer's node, and eight instances on each node."""
+WEIGHTS, MOST_TOKENS = 29.5e9, 20_000
+"""Of the preset: bytes of the weights, and the longest response."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """CPU time of the control plane's calls, without what stands behind its ports."""
+
+    decisions: list[float] = field(default_factory=list[float])
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    calls: dict[str, int] = field(default_factory=dict[str, int])
+    longest: dict[str, float] = field(default_factory=dict[str, float])
+    running: list[int] = field(default_factory=list[int])
+    most: int = 0
+    """Trajectories in flight."""
+    _outside: float = 0.0
+    _decided: bool = False
+
+    def inside(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        self.parts[part], self.calls[part], self.longest[part] = 0.0, 0, 0.0
+
+        def timed(control: ControlPlane, *arguments: Any) -> Any:
+            began, before = time.thread_time(), self._outside
+            result = call(control, *arguments)
+            spent = time.thread_time() - began - (self._outside - before)
+            self._outside += spent  # a call within a call counts once
+            self.parts[part] += spent
+            self.calls[part] += 1
+            if part != "decide":
+                self.longest[part] = max(self.longest[part], spent)
+            elif self._decided:
+                self.decisions.append(spent)
+                self.most = max(self.most, len(control.server.trajectories))
+                self._decided = False
+            return result
+
+        return timed
+
+    def outside(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began, before = time.thread_time(), self._outside
+            try:
+                return call(*arguments)
+            finally:
+                self._outside = before + time.thread_time() - began
+
+        return timed
+
+    def decided(self, _now: float, decision: Decision) -> None:
+        self._decided = True
+        self.running.append(decision.inputs["running"])
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        inside = {"decide": "_cycle", "report": "on_report", "score": "on_scored", "commit": "on_pushed"}
+        outside = [(Remote, "send"), (Remote, "heard"), (RewardLink, "score"), (TrainerLink, "feed")]
+        outside += [(Cluster, name) for name in ("tokens", "_committed", "_aborted", "_decided")]
+        changed = [(ControlPlane, name) for name in inside.values()] + outside
+        originals = [(owner, name, getattr(owner, name)) for owner, name in changed]
+        for part, name in inside.items():
+            setattr(ControlPlane, name, self.inside(part, getattr(ControlPlane, name)))
+        for owner, name in outside:
+            setattr(owner, name, self.outside(getattr(owner, name)))
+        try:
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+
+def simulated(instances: int, steps: int, seed: int = 1) -> dict[str, Any]:
+    """One cell, in this process."""
+    setting = preset("paper-14b")
+    groups = instances * IN_FLIGHT // (GROUP * (setting.staleness + 1))
+    setting = replace(setting, instances=instances, groups=groups, training_gpus=instances, steps=steps)
+    clock = Clock()
+    with clock.watching():
+        cluster = Cluster(setting, seed)
+        cluster.control.on_decision = clock.decided
+        cluster.run()
+    times = sorted(1e3 * each for each in clock.decisions)
+    placed, ended, trained = cluster.control.watch.routed, clock.calls["score"], groups * GROUP * steps
+    count = {"decide": placed, "report": ended, "score": ended, "commit": trained}
+    seconds = cluster.loop.time()
+    return {
+        "instances": instances,
+        "in_flight": clock.most,
+        "running": sum(clock.running) / len(clock.running),
+        "decisions": len(times),
+        "decision_ms": {"p50": at(times, 0.5), "p99": at(times, 0.99), "max": times[-1]},
+        "over_target": sum(each > TARGET_MS for each in times),
+        "target_met": at(times, 0.99) < TARGET_MS,
+        "us_per_trajectory": {part: 1e6 * spent / count[part] for part, spent in clock.parts.items()},
+        "pause_ms": {part: 1e3 * spent for part, spent in clock.longest.items() if part != "decide"},
+        "events_per_trajectory": cluster.journal.position / placed,
+        "step_s": seconds / steps,
+        "trajectories_per_s": ended / seconds,
+        "tokens_per_trajectory": cluster.recorder.trained_tokens / trained,
+        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+    }
+
+
+def at(times: list[float], share: float) -> float:
+    return times[min(len(times) - 1, int(share * len(times)))]
+
+
+# What follows
+
+
+def saturation(cell: dict[str, Any], alive: dict[str, float], beside: dict[str, float]) -> dict[str, Any]:
+    """How many instances of the preset one control plane serves, by what it runs out of first."""
+    rate = cell["trajectories_per_s"] / cell["instances"]
+    streams = cell["running"] / cell["instances"] / STREAM_S
+    own = sum(cell["us_per_trajectory"].values()) + beside["trajectory_us"]
+    busy = 1e-6 * (rate * own + streams * beside["stream_us"])
+    tokens = rate * cell["tokens_per_trajectory"]
+    messages = rate * beside["trajectory_bytes"] + streams * beside["stream_bytes"]
+    in_memory = IN_FLIGHT * (alive["bytes_per_trajectory"] + 8 * cell["tokens_per_trajectory"])
+    most = {
+        "a core": 1 / busy,
+        "the network": LINK / messages,
+        "the disk": DISK / (8 * tokens + rate * beside["log_bytes"]),
+        "memory": MEMORY / in_memory,
+        "the memory limit": MEMORY / (IN_FLIGHT * 8 * MOST_TOKENS),
+        "the trainer's link": ON_A_NODE * cell["step_s"] * TRAINER_LINK / WEIGHTS,
+    }
+    return {
+        "trajectories_per_s_and_instance": rate,
+        "tokens_per_s_and_instance": tokens,
+        "bytes_per_s_and_instance": messages,
+        "core_share_of_instance": busy,
+        "of_it_streams": 1e-6 * streams * beside["stream_us"] / busy,
+        "us_per_trajectory": own,
+        "instances": most,
+        "first": min(most, key=most.__getitem__),
+    }
+
+
+def apart(part: str, *arguments: int) -> Any:
+    """A part of the measurement in a process of its own: its memory is its own too."""
+    command = [sys.executable, __file__, "--part", part, *map(str, arguments)]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def measure(instances: tuple[int, ...], steps: int, quick: bool) -> dict[str, Any]:
+    cells = [apart("simulated", each, steps) for each in instances]
+    filled = [apart("filling", each) for each in ((128,) if quick else (1_024, 4_096, 10_000))]
+    alive = [apart("live", each) for each in ((20_000,) if quick else (100_000, 1_000_000))]
+    beside = apart("real", 16 if quick else 128)
+    end = saturation(cells[-1], alive[-1], beside)
+    return {"cells": cells, "filling": filled, "live": alive, "real": beside, "saturation": end, "target_ms": TARGET_MS}
+
+
+PARTS: dict[str, Callable[..., Any]] = {"simulated": simulated, "filling": filling, "live": live, "real": real}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--quick", action="store_true", help="a small fleet, for a look")
+    parser.add_argument("--instances", type=int, nargs="+", help="one cell for each")
+    parser.add_argument("--steps", type=int, default=3, help="of each cell (%(default)s)")
+    parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        part, *arguments = options.part
+        print(json.dumps(PARTS[part](*map(int, arguments))))
+        return
+    instances = tuple(options.instances or (QUICK if options.quick else CELLS))
+    result = measure(instances, options.steps, options.quick)
+    print(json.dumps(result, indent=1) if options.json else tables(result))
+
+
+def tables(result: dict[str, Any]) -> str:
+    lines = [
+        "instances  in flight  decisions  p50 ms   p99 ms   max ms  over"
+        "  us/trajectory: decide  report  score  commit  longest pause ms  peak GB"
+    ]
+    for cell in result["cells"]:
+        ms, us, pause = cell["decision_ms"], cell["us_per_trajectory"], max(cell["pause_ms"].values())
+        lines.append(
+            f"{cell['instances']:9,}  {cell['in_flight']:9,}  {cell['decisions']:9,}"
+            f"  {ms['p50']:6.2f}  {ms['p99']:7.1f}  {ms['max']:7.1f}  {cell['over_target']:4}"
+            f"  {us['decide']:21.1f}  {us['report']:6.1f}  {us['score']:5.1f}  {us['commit']:6.1f}"
+            f"  {pause:16.0f}  {cell['peak_gb']:7.2f}"
+        )
+    for each in result["filling"]:
+        lines.append(
+            f"{each['instances']:,} empty instances: {each['first_ms']:.1f} ms for the decision in which all pull, "
+            f"then {each['p50_ms']:.1f} (p50) and at most {each['max_ms']:.1f}"
+        )
+    for each in result["live"]:
+        lines.append(
+            f"{each['trajectories']:,} in flight: {each['bytes_per_trajectory']:.0f} bytes each without tokens; a full "
+            f"collection takes {each['collection_ms']:.0f} ms, once frozen {each['collection_ms_frozen']:.1f}"
+        )
+    lines += [f"{name:24} {value:14,.3f}" for name, value in result["real"].items()]
+    end = result["saturation"]
+    lines += [f"{name:32} {value:14,.4f}" for name, value in end.items() if isinstance(value, float)]
+    lines += [f"instances until {name} is full: {count:,.0f}" for name, count in end["instances"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Agents: episodes of several turns, the endpoint that serves them tokens, and the environments that play them."""
