@@ -67,11 +67,13 @@ def lines(facts: dict[str, Any], indent: str = "  ") -> Iterator[str]:
 
 
 def title(name: str) -> str:
-    return name.removesuffix("_s").replace("_", " ")
+    rate = name.removesuffix("_per_s")
+    return (f"{rate} a second" if rate != name else name.removesuffix("_s")).replace("_", " ")
 
 
 def unit(name: str, value: Any) -> str:
-    return " s" if name.endswith("_s") and isinstance(value, int | float) else ""
+    seconds = name.endswith("_s") and not name.endswith("_per_s")
+    return " s" if seconds and isinstance(value, int | float) else ""
 
 
 def shown(value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from staleflow.cli import main
+from staleflow.commands.why import lines
 from staleflow.config import Config, load
 from staleflow.config.presets import PAPER
 from staleflow.errors import ConfigError
@@ -267,3 +268,12 @@ def test_commits_are_found_without_decoding_where_reading_everything_finds_them(
     decoded = [(each.event[1], each.time) for each in read_events(directory, kinds=["commit"])]
     assert [(each.step, each.time) for each in read_commits(directory)] == decoded
     assert len(decoded) == 8
+
+
+def test_a_rate_is_not_told_as_a_time() -> None:
+    facts = {"tokens_per_s": 2013.0, "trainer_idle_s": 0.5, "law": {"step_s": 2.0}}
+    assert [" ".join(line.split()) for line in lines(facts)] == [
+        "tokens a second 2,013",
+        "trainer idle 0.5 s",
+        "law step 2 s",
+    ]

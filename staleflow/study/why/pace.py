@@ -27,8 +27,8 @@ Cause = Literal["training", "rollout", "reward", "tail", "bound", "instance"]
 MOST_EVENTS = 30_000
 """The latest steps with about this many events are looked at."""
 MOST_MOMENTS = 2000
-BUSY = 0.85
-"""A trainer that works for this share of the time sets the pace."""
+BUSY = 0.75
+"""A trainer that works for this share of the time sets the pace: without any waiting a step would still take that."""
 SCORING = 0.4
 """The share of waiting that scoring takes when rewards do."""
 SLOW = 0.7
