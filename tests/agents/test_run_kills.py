@@ -14,6 +14,8 @@ from staleflow.observe.metrics import read_metrics
 from staleflow.run.directory import RunDirectory
 from staleflow.run.events import read_events
 from staleflow.runtime.local.run import LocalRun
+from staleflow.servers.episodes import EpisodeServer
+from staleflow.servers.lifecycle import Trajectory
 from tests.runtime.local.test_run import run_once
 from tests.tiny_models import save_chat
 
@@ -55,14 +57,6 @@ def trained(directory: RunDirectory) -> list[tuple[float, list[int], float]]:
     return [(row["loss"], sorted(row["lengths"]), row["reward"]) for row in read_metrics(directory.metrics)]
 
 
-def in_turn(run: LocalRun, step: int) -> bool:
-    return (
-        run.training
-        and run.server.ledger.version == step
-        and any(each.state == "running" and each.branch is not None and each.branch.turns for each in run.server)
-    )
-
-
 def kill_instance(run: LocalRun) -> None:
     os.kill(run.crew.children["i0"].pid, signal.SIGKILL)
 
@@ -73,17 +67,24 @@ def kill_environments(run: LocalRun) -> None:
         os.kill(player._process.pid, signal.SIGKILL)  # pyright: ignore[reportPrivateUsage]
 
 
-def test_kills_in_mid_turn_lose_and_repeat_nothing(model: Path, tmp_path: Path) -> None:
+def test_kills_in_mid_turn_lose_and_repeat_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = configured(model, tmp_path)
     _, calm = run_once(config, model)
     kills: dict[int, Callable[[LocalRun], None]] = {1: kill_instance, 2: kill_environments}
+    runs: list[LocalRun] = []
+    given = EpisodeServer.given
 
-    def kill(run: LocalRun) -> None:
-        step = run.server.ledger.version
-        if step in kills and in_turn(run, step):
-            kills.pop(step)(run)
+    def killing(server: EpisodeServer, name: str, begin: int, *rest: Any) -> Trajectory | None:
+        """Kills as soon as somebody has asked for a second turn: looking now and then may miss all of them."""
+        asked = given(server, name, begin, *rest)
+        if begin and runs and server.ledger.version in kills:
+            kills.pop(server.ledger.version)(runs[0])
+        return asked
 
-    summary, directory = run_once(config, model, watch=kill)
+    monkeypatch.setattr(EpisodeServer, "given", killing)
+    summary, directory = run_once(config, model, watch=runs.append)
     assert not kills, "it never came to that"
     assert summary["violations"] == 0
     for (loss, lengths, reward), (other, *same) in zip(trained(directory), trained(calm), strict=True):
