@@ -16,6 +16,7 @@ from staleflow.agents.tools import descendants
 from staleflow.errors import ConfigError
 from staleflow.reward.function import RewardError
 from staleflow.tasks.task import Problem
+from tests.living import alive
 
 pytestmark = pytest.mark.processes
 
@@ -93,13 +94,6 @@ async def until(true: Callable[[], bool]) -> None:
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(main)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_episodes_are_played_and_sealed() -> None:

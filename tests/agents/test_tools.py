@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.agents.tools import Done, ToolLimits, run
+from tests.living import alive
 
 pytestmark = pytest.mark.processes
 
@@ -86,10 +87,3 @@ def test_a_program_that_is_not_there_says_so() -> None:
     done = asyncio.run(run(["no-such-program"]))
     assert done.code != 0
     assert "no-such-program" in done.output or "No such file" in done.output
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
