@@ -53,11 +53,20 @@ SHORT = {
     "threads": "processes.threads",
 }
 """Options that are short for a setting."""
+LATEST = "runs/latest"
+"""The run that is meant where none is named."""
 GPUS_PER_NODE = 8
 """If nobody says otherwise."""
 LENGTHS = ("cluster.lengths", "cluster.mean_tokens", "cluster.between")
 WIDTH = 132
 """Columns of a table that is not shown on a terminal."""
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """The argument that names a run."""
+    parser.add_argument(
+        "directory", nargs="?", default=LATEST, metavar="RUN", help=f"its directory (default: {LATEST})"
+    )
 
 
 def refuse(error: object, code: int = 2) -> int:

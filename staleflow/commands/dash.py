@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from staleflow.commands.common import Subparsers
+from staleflow.commands.common import LATEST, Subparsers
 from staleflow.errors import ConfigError
 from staleflow.run.directory import RunDirectory
 
@@ -41,7 +41,7 @@ NICE = 10
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("dash", help="show a run as a live page in the browser", allow_abbrev=False)
     parser.add_argument(
-        "directories", nargs="*", metavar="RUN", help="its directory (default: runs/latest); several are compared"
+        "directories", nargs="*", metavar="RUN", help=f"its directory (default: {LATEST}); several are compared"
     )
     parser.add_argument("--port", type=int, default=PORT, help=f"of the page; 0: any that is free (default: {PORT})")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--port {options.port} is impossible: give one from 1024 to 65535")
     if options.token is not None and not (options.token.isascii() and options.token.isalnum()):
         raise ConfigError("--token may have letters and digits only")
-    found = [RunDirectory.existing(Path(each)) for each in options.directories or ["runs/latest"]]
+    found = [RunDirectory.existing(Path(each)) for each in options.directories or [LATEST]]
     if len(found) > MOST_RUNS:
         raise ConfigError(f"{len(found)} runs are given: at most {MOST_RUNS} can be compared")
     from staleflow.dash.run_view import RunView

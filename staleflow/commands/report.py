@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from staleflow.commands.common import Subparsers
+from staleflow.commands.common import Subparsers, add_run
 from staleflow.files import write_whole
 from staleflow.run.directory import RunDirectory
 
@@ -23,7 +23,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "make the run again. Works for runs that are finished, dead or alive.",
         allow_abbrev=False,
     )
-    parser.add_argument("directory", metavar="RUN", help="its directory, such as runs/latest")
+    add_run(parser)
     parser.add_argument("--out", metavar="FILE.html", help="where to (default: RUN/report.html)")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     parser.set_defaults(run=run)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from staleflow.commands.common import Subparsers
+from staleflow.commands.common import Subparsers, add_run
 from staleflow.errors import ConfigError
 from staleflow.run.directory import RunDirectory
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("samples", help="show prompts, responses and rewards of a run", allow_abbrev=False)
-    parser.add_argument("directory", metavar="RUN", help="its directory, such as runs/latest")
+    add_run(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of this step (default: the latest)")
     parser.add_argument("--all", action="store_true", help="of all steps")
     parser.add_argument("--count", type=int, default=8, metavar="N", help="at most this many (default: 8)")

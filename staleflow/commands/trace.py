@@ -11,14 +11,14 @@ import json
 import re
 from pathlib import Path
 
-from staleflow.commands.common import Subparsers
+from staleflow.commands.common import Subparsers, add_run
 from staleflow.errors import ConfigError
 from staleflow.run.directory import RunDirectory
 
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("trace", help="write the timeline of a run for ui.perfetto.dev", allow_abbrev=False)
-    parser.add_argument("directory", metavar="RUN", help="its directory, such as runs/latest")
+    add_run(parser)
     parser.add_argument("--steps", metavar="FIRST-LAST", help="only these steps (default: all)")
     parser.add_argument("--out", metavar="FILE.json", help="where to (default: RUN/trace.json)")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from staleflow.commands.common import Subparsers
+from staleflow.commands.common import Subparsers, add_run
 from staleflow.run.directory import RunDirectory
 
 
@@ -26,7 +26,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "of its instances. Works while it runs and afterwards, and for simulated runs (staleflow simulate --record).",
         allow_abbrev=False,
     )
-    parser.add_argument("directory", metavar="RUN", help="its directory, such as runs/latest")
+    add_run(parser)
     parser.add_argument(
         "question",
         nargs="*",

@@ -100,7 +100,10 @@ class RunDirectory:
             path = Path(Config().runs) / path
         run = cls(path.resolve())
         if not run.config_file.is_file():
-            raise ConfigError(f"{path} is not a run directory, it has no config.yaml: see staleflow runs")
+            why = "it has no config.yaml" if path.exists() else "there is nothing"
+            raise ConfigError(
+                f"{path} is not a run directory, {why}: staleflow runs lists what is here, staleflow train starts one"
+            )
         return run, load(str(run.config_file), [])
 
     def journal(self, number: int = 1) -> Path:

@@ -65,3 +65,12 @@ def test_no_runs_is_no_mistake(tmp_path: Path, exists: bool, capsys: pytest.Capt
         folder.mkdir()
     assert main(["runs", "--runs", str(folder)]) == 0
     assert "staleflow train makes one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["why", "report", "samples", "trace", "dash"])
+def test_without_a_name_the_latest_run_is_meant_and_without_one_the_message_says_how_to_start(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([command]) == 2
+    assert "runs/latest is not a run directory, there is nothing: staleflow runs" in capsys.readouterr().err
