@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from staleflow.rollout.attention import Attention
 from staleflow.rollout.engine import EngineError
@@ -208,6 +207,8 @@ def rotary(config: ModelConfig, dtype: torch.dtype, device: torch.device | None)
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequencies, factor = 1.0 / parameters.get("rope_theta", 10_000.0) ** exponent, 1.0
     else:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](source, torch.device("cpu"))
     angles = torch.arange(config.positions, dtype=torch.float32)[:, None] * frequencies
     cos, sin = angles.cos() * factor, angles.sin() * factor

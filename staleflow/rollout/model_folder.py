@@ -7,11 +7,11 @@ for name, tensor in read_tensors("models/tiny"): ...
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig
 
 from staleflow.errors import line_of
 from staleflow.model_json import read_json, unsupported, windowed
@@ -20,6 +20,17 @@ from staleflow.rollout.engine import EngineError
 
 ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions whose frequencies do not change with the length."""
+COUNTS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+SWITCHES = {
+    "llama": ("tie_word_embeddings", "attention_bias", "mlp_bias"),
+    "mistral": ("tie_word_embeddings",),
+    "qwen2": ("tie_word_embeddings", "use_sliding_window"),
+    "qwen3": ("tie_word_embeddings", "use_sliding_window", "attention_bias"),
+}
+"""What a file must say itself to be read without transformers, which knows what is meant where it is silent."""
 
 
 class ModelConfig(NamedTuple):
@@ -37,21 +48,60 @@ class ModelConfig(NamedTuple):
     qk_norm: bool
     tied: bool
     source: Any
-    """The configuration as transformers read it."""
+    """The configuration, as transformers reads it."""
 
 
 def read_config(folder: str | Path) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise EngineError(f"{path} is missing: give the folder of a model in Hugging Face format")
-    family = read_json(path).get("model_type")
+    found = read_json(path)
+    family = found.get("model_type")
     if (problem := unsupported(path, family)) is not None:
         raise EngineError(problem)
+    if (source := plain(found)) is None:
+        source = _by_transformers(path)
+    return _checked(path, str(family), source)
+
+
+def plain(found: dict[str, Any]) -> Any | None:
+    """What transformers would read, if the file is of the common kind and leaves nothing to be known; else None.
+    It takes a second to load transformers, which every instance would spend at its start."""
+    family = str(found.get("model_type"))
+    rope, theta = found.get("rope_parameters"), found.get("rope_theta")
+    if rope is None and theta is not None:  # as it was written before transformers 5
+        rope = {"rope_type": "default", "rope_theta": theta}
+    sizes = [found.get(name) for name in COUNTS]
+    head_dim = found.get("head_dim")
+    if family == "qwen3" or head_dim is not None:
+        sizes.append(head_dim)
+    said = (
+        all(type(size) is int and size > 0 for size in sizes)
+        and (head_dim is not None or found["hidden_size"] % found["num_attention_heads"] == 0)
+        and all(type(found.get(name)) is bool for name in SWITCHES[family])
+        and type(found.get("rms_norm_eps")) is float
+        and type(found.get("hidden_act")) is str
+        and isinstance(rope, dict)
+        and set(rope) == {"rope_type", "rope_theta"}
+        and rope["rope_type"] == "default"
+        and type(rope["rope_theta"]) in (int, float)
+        and theta in (None, rope["rope_theta"])
+        and not found.get("rope_scaling")
+        and found.get("partial_rotary_factor", 1.0) == 1.0
+        and not found.get("use_sliding_window")
+        and "sliding_attention" not in (found.get("layer_types") or ())
+        and (family != "mistral" or ("sliding_window" in found and found["sliding_window"] is None))
+    )
+    return SimpleNamespace(**{"head_dim": None} | found | {"rope_parameters": rope}) if said else None
+
+
+def _by_transformers(path: Path) -> Any:
+    from transformers import AutoConfig
+
     try:
-        source: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds; all mean that the file cannot be used
         raise EngineError(f"{path} cannot be read by transformers ({line_of(error)}): write the model again") from None
-    return _checked(path, str(family), source)
 
 
 def _checked(path: Path, family: str, source: Any) -> ModelConfig:
