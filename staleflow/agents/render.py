@@ -46,6 +46,8 @@ THOUGHT, SAID, TOLD, OTHER = "zq-thought", "zq-said", "zq-told", "other"
 """Words that stand in for the model's reasoning, its text, and what is appended."""
 MOST_BASES = 1024
 """Stand-in conversations that are kept."""
+MOST_FIRSTS = 128
+"""First prompts that are kept."""
 CALL: Message = {"id": "callzq001", "type": "function", "function": {"name": "zq_tool", "arguments": {"zq": 1}}}
 TOOL = {
     "type": "function",
@@ -81,6 +83,8 @@ class Renderer:
         self.stem: list[int] = []
         """What every rendering begins with."""
         self._bases: dict[bytes, _Base] = {}
+        self._firsts: dict[bytes, list[int]] = {}
+        """The latest first prompts: all episodes of a group begin with the same."""
         self._ids = True
         """Whether the template writes the ids of tool calls."""
 
@@ -99,10 +103,18 @@ class Renderer:
 
     def first(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """The tokens of a conversation, up to where the model answers. Raises ``MessageError``."""
-        try:
-            return self._tokens(messages, tools, answering=True)
-        except Exception as error:  # whatever the template does
-            raise MessageError(f"the chat template refuses these messages ({line_of(error)}): send others") from None
+        about = blake2b(json.dumps(list(messages)).encode() + digest_of(tools), digest_size=16).digest()
+        if (found := self._firsts.get(about)) is None:
+            try:
+                found = self._tokens(messages, tools, answering=True)
+            except Exception as error:  # whatever the template does
+                raise MessageError(
+                    f"the chat template refuses these messages ({line_of(error)}): send others"
+                ) from None
+            if len(self._firsts) >= MOST_FIRSTS:
+                del self._firsts[next(iter(self._firsts))]
+            self._firsts[about] = found
+        return list(found)
 
     def extend(
         self,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.agents import wire
-from staleflow.agents.messages import Conversation, Known, ToolList, digest_of, key, keys_of, plain
+from staleflow.agents.messages import Conversation, Known, MessageError, ToolList, digest_of, key, keys_of, plain
 from staleflow.agents.render import Renderer
 from staleflow.agents.wire import ApiError
 from staleflow.agents.words import TRIED, coders
@@ -140,3 +140,14 @@ def test_a_template_that_tells_of_its_tools_in_every_turn_gets_them() -> None:
         extension = renderer.extend([*renderer.stops], new, tools)
         assert extension is not None
         assert f"dog?{f' [{len(tools)} tools]' if tools else ''}<|end|>" in renderer.decode(extension)
+
+
+def test_episodes_that_begin_alike_are_rendered_once_and_share_no_list() -> None:
+    words: Any = words_of(PLAIN)
+    renderer = Renderer(words, stops_of(words))
+    first = renderer.first(USER, TOOLS)
+    words.chat_template = "{{ raise_exception('it is not asked again') }}"
+    first.append(1)
+    assert renderer.first(USER, ToolList(TOOLS)) == first[:-1]
+    with pytest.raises(MessageError, match="refuses these messages"):
+        renderer.first(USER)
