@@ -48,7 +48,7 @@ from staleflow.tasks.task import Problem
 
 START = "reads the data"
 TRIES = "reads the data and tries the reward"
-"""The first thing that a run says."""
+"""The first thing that a run says: the second where it has a reward function to try."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
