@@ -52,8 +52,7 @@ def test_episodes_survive_killed_environments_and_the_death_of_the_control_plane
 
 @pytest.mark.slow
 def test_episodes_survive_hung_environments(tmp_path: Path) -> None:
-    (case,) = survived(tmp_path, *PLAYED, "--plan", "hang environment, tree, hang environment + kill trainer")
-    assert case["faults"][0]["noticed_s"] is not None
+    survived(tmp_path, *PLAYED, "--plan", "hang environment, tree, hang environment + kill trainer")
 
 
 @pytest.mark.slow
