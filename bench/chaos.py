@@ -9,13 +9,13 @@
     python bench/chaos.py --short-steps 20                 # runs of 400 steps of 2 x 2 responses, cores kept busy
 
 A *case* is one run of ``staleflow train``: a small model, with bound, instances, reward and evaluations drawn by its
-seed. *Volleys* of one to three faults hit it, most of them once the run has made steps again after the one before; then
-SIGTERM ends it, and ``bench/chaos_audit.py`` reads what it left. What is drawn is the same for a seed; the moments are
-not.
+seed; in a quarter of them (``--episodes``) environments play, in three turns. *Volleys* of one to three faults hit it,
+most of them once the run has made steps again after the one before; then SIGTERM ends it, and ``bench/chaos_audit.py``
+reads what it left. What is drawn is the same for a seed; the moments are not.
 
 | kind | fault |
 |---|---|
-| kill | SIGKILL of an instance, the trainer, the evaluator or a reward worker |
+| kill | SIGKILL of an instance, the trainer, the evaluator, a reward worker or an environment's |
 | hang | SIGSTOP, for good |
 | slow | SIGSTOP and SIGCONT, several times within a few seconds |
 | memory | RLIMIT_AS of a process is set to what it has |
@@ -81,6 +81,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of faults, by commas (all)")
     parser.add_argument("--plan", type=plan_of, default=(), help="one run with these: 'kill i0 + service gone, tree'")
+    parser.add_argument("--episodes", type=float, default=0.25, help="share of runs in which environments play (0.25)")
     parser.add_argument("--recovery", type=int, help=f"deaths of one of four instances, laptop preset ({RECOVERIES})")
     parser.add_argument("--durability", type=int, help=f"runs of the laptop preset with and without it ({REPEATS})")
     parser.add_argument("--short-steps", type=int, help=f"runs of 400 short steps on busy cores ({SHORT})")
@@ -148,9 +149,10 @@ def _about() -> dict[str, Any]:
 
 
 def chaos(options: argparse.Namespace, kinds: Sequence[str], folder: Path, results: Results) -> None:
-    model = folder / "model"
+    model, played = folder / "model", folder / "played"
     why = enter_namespace() or mount_small(SHARED, SHM_MIB)  # before PyTorch starts threads
     _save_model(model)
+    _save_played(played)
     if why:
         print(f"left out: disk, shm and shared memory that is left: {why}")
         kinds = [each for each in kinds if each not in FULL]
@@ -164,12 +166,15 @@ def chaos(options: argparse.Namespace, kinds: Sequence[str], folder: Path, resul
         if not why:
             mount_small(place, DISK_MIB)
         most = options.each if options.cases else min(options.each, options.faults - _faults(results))
+        episodes = random.Random(f"episodes {seed}").random() < options.episodes
+        with_model = played if episodes else model
         try:
-            case = Case(seed, kinds, place, model, alone=not why, plan=options.plan).execute(most)
+            case = Case(seed, kinds, place, with_model, not why, options.plan, episodes).execute(most)
         finally:
             if not why:
                 unmount(place)
-        case["reproduce"] = f"python bench/chaos.py --seed {seed} --cases 1 --each {most} --kinds {','.join(kinds)}"
+        again = f"--seed {seed} --cases 1 --each {most} --kinds {','.join(kinds)} --episodes {int(episodes)}"
+        case["reproduce"] = f"python bench/chaos.py {again}"
         results.add("cases", case)
         _tell(case)
         seed += 1
@@ -183,6 +188,17 @@ def _save_model(folder: Path) -> None:
     from staleflow.tasks.base_model import Shape, new_model, tokenizer
 
     new_model(Shape(hidden=32, intermediate=48, layers=2, heads=2), seed=5).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+
+
+def _save_played(folder: Path) -> None:
+    """A model that can be asked by messages."""
+    from staleflow.tasks import calculator
+    from staleflow.tasks.base_model import Shape, new_model
+    from staleflow.tasks.calculator_model import tokenizer
+
+    shape = Shape(hidden=32, intermediate=48, layers=2, heads=2)
+    new_model(shape, 5, len(calculator.VOCABULARY), calculator.PAD, calculator.END).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
 
 

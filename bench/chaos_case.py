@@ -40,6 +40,9 @@ RECOVERED_S = 300.0
 END_S = 120.0
 
 
+EPISODES = ("agent", "environment.play=bench.chaos_lab:play", "environment.max_given=48", "environment.agent_s=5")
+"""Settings of a run in which environments play."""
+
 Plan = Sequence[Sequence[tuple[str, str]]]
 """Volleys of faults: kind and name of each."""
 
@@ -71,10 +74,19 @@ class Case:
     """One run and its faults."""
 
     def __init__(
-        self, seed: int, kinds: Sequence[str], folder: Path, model: Path, alone: bool, plan: Plan = ()
+        self,
+        seed: int,
+        kinds: Sequence[str],
+        folder: Path,
+        model: Path,
+        alone: bool,
+        plan: Plan = (),
+        episodes: bool = False,
     ) -> None:
-        """``alone``: nobody else uses the shared memory that can be seen here. ``plan``: instead of what is drawn."""
+        """``alone``: nobody else uses the shared memory that can be seen here. ``plan``: instead of what is drawn.
+        ``episodes``: environments play, and the model is one that can be asked by messages."""
         self.seed = seed
+        self.episodes = episodes
         self.faults: list[Fault] = []
         self.wrong: list[str] = []
         self._draw = random.Random(f"chaos {seed}")
@@ -90,26 +102,29 @@ class Case:
 
     def _settings(self, model: Path) -> list[str]:
         draw = self._draw
-        http = "service" in self._kinds and (draw.random() < 0.5 or self._planned)
+        http = "service" in self._kinds and (draw.random() < 0.5 or self._planned) and not self.episodes
         self._kinds = [each for each in self._kinds if http or each != "service"]
+        reward = f"reward.function={self._service.address if http else 'bench.chaos_lab:evenness'}"
+        workers = f"environment.workers={1 + self.seed % 2}"
         return [
             f"model={model}",
             f"seed={self.seed}",
             f"staleness={draw.choice((0, 1, 2, 4))}",
             f"rollout.instances={draw.choice((2, 2, 3, 4))}",
-            f"reward.function={self._service.address if http else 'bench.chaos_lab:evenness'}",
+            workers if self.episodes else reward,
             f"evaluation.when={draw.choice(('during', 'after'))}",
             f"checkpoints.every={draw.choice((1, 3, 10))}",
             f"strategies.consume={draw.choice(('stream', 'stream', 'batch'))}",
             "steps=100000",
             "groups=4",
             "group_size=4",
-            "rollout.max_tokens=64",
+            f"rollout.max_tokens={24 if self.episodes else 64}",
             "rollout.kv_tokens=4096",
             "evaluation.every=25",
             "evaluation.problems=8",
             "reward.timeout_s=3",
             "processes.hung_s=5",
+            *(EPISODES if self.episodes else ()),
         ]
 
     def execute(self, faults: int) -> dict[str, Any]:
@@ -137,6 +152,7 @@ class Case:
         return {
             "seed": self.seed,
             "seconds": time.monotonic() - began,
+            "episodes": self.episodes,
             "settings": victim.words[1:8],
             "faults": [asdict(each) for each in self.faults],
             "restarts": victim.summary.get("restarts", {}),
@@ -180,7 +196,8 @@ class Case:
         if kind == "service":
             return Fault(kind, draw.choice(MODES), version, seconds=draw.uniform(1, 5))
         instances = [f"i{at}" for at in range(4)]
-        name = draw.choice((*instances, "trainer", "trainer", "evaluator", "reward"))
+        others = ("environment", "environment") if self.episodes else ("reward",)
+        name = draw.choice((*instances, "trainer", "trainer", "evaluator", *others))
         pids = self.victim.pids(name)
         if not pids or self._deaths[name] >= DEATHS or (kind != "kill" and age_s(pids[0]) < SETTLED_S):
             return Fault("kill", "i0", version) if self._deaths["i0"] < DEATHS else None
@@ -305,8 +322,8 @@ class Case:
 
 def _words_for(fault: Fault) -> str:
     """What the run says when it has noticed."""
-    if fault.kind in ROLES and fault.name == "reward":
-        return "note: a reward worker was lost"
+    if fault.kind in ROLES and fault.name in ("reward", "environment"):
+        return f"note: an? {fault.name} worker was lost"
     name = fault.name
     return {
         "kill": rf"note: {name} (died|stood still)",

@@ -11,6 +11,7 @@ become full are mounts of a namespace of their own, so the machine's disk and sh
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import os
@@ -292,6 +293,19 @@ def evenness_of(tokens: Sequence[int]) -> float:
 def evenness(problem: Any, response: Any) -> float:  # noqa: ARG001
     """The same as ``reward.function``."""
     return evenness_of(response.tokens)
+
+
+async def play(task: Any, model: Any, limits: Any) -> float:
+    """An environment: three turns, whatever the model says, and a tool that takes its time."""
+    messages: list[Any] = list(task.prompt)
+    said = ""
+    async with limits.agent():
+        for turn in range(3):
+            message = await model.chat(messages, max_tokens=6)
+            said += str(message["content"])
+            await asyncio.sleep(0.02 * (len(said) % 4))
+            messages += [message, {"role": "user", "content": str(turn)}]
+    return len(said) % 7 / 7
 
 
 # Places that can become full

@@ -259,9 +259,9 @@ class InstanceState(msgspec.Struct, array_like=True, frozen=True):
     version: int
     """Version of its weights; -1 before the first pull."""
     running: int = 0
-    """Sequences that decode or are prefilled."""
+    """Sequences that decode, are prefilled, or will be as soon as prefill comes to them."""
     waiting: int = 0
-    """Sequences it holds that wait for memory or for a place."""
+    """Sequences it holds that have no memory or no place until others leave."""
     context: int = 0
     """Tokens of the running sequences, a shared prompt counted for each."""
     kv_free: int = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from staleflow.cli import main
-from staleflow.commands.train import START
+from staleflow.commands.train import START, TRIES
 from staleflow.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def refused_command(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         code = stop.code
     said = capsys.readouterr()
     assert code == 2
-    assert said.out in ("", f"{START}\n")
+    assert said.out in ("", f"{START}\n", f"{TRIES}\n")
     assert said.err.startswith("staleflow: error: ")
     assert said.err.endswith("\n")
     assert said.err.count("\n") == 1

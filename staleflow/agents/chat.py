@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
-import msgspec
-
-from staleflow.agents.messages import Message, MessageError, key, plain
+from staleflow.agents.messages import Message, MessageError, digest_of, key, keys_of, plain
 from staleflow.agents.render import Renderer, Tools, shared
 
 
@@ -69,9 +67,9 @@ class History:
 
     def weave(self, messages: Sequence[Message], tools: Tools | None) -> Woven:
         """``messages``: plain ones, the last not the assistant's. Raises ``MessageError``."""
-        chain = [blake2b(msgspec.json.encode(tools), digest_size=16).digest()]
-        for message in messages:
-            chain.append(_chained(chain[-1], message))
+        chain = [digest_of(tools)]
+        for each in keys_of(messages):
+            chain.append(_chained(chain[-1], each))
         for count in range(len(messages), 0, -1):
             if (said := self._after.get(chain[count])) is not None:
                 held = self.branches[said.branch].tokens[: said.end]
@@ -142,11 +140,11 @@ class History:
         begin = place.at + len(place.given)
         known.tokens[place.at :] = [*place.given, *made]
         known.free = True
-        message = plain(message)
-        said = self._answers[key(message)] = _Said(branch, begin, begin + len(made))
+        answer = key(plain(message))
+        said = self._answers[answer] = _Said(branch, begin, begin + len(made))
         if woven is not None:
-            self._after[_chained(woven.digest, message)] = said
+            self._after[_chained(woven.digest, answer)] = said
 
 
-def _chained(before: bytes, message: Message) -> bytes:
-    return blake2b(before + key(message), digest_size=16).digest()
+def _chained(before: bytes, message: bytes) -> bytes:
+    return blake2b(before + message, digest_size=16).digest()

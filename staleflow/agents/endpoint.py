@@ -25,7 +25,7 @@ import msgspec
 from staleflow.agents import wire
 from staleflow.agents.chat import History
 from staleflow.agents.http import Asked, Reply, Server
-from staleflow.agents.messages import MessageError
+from staleflow.agents.messages import Known, MessageError
 from staleflow.agents.render import Renderer
 from staleflow.agents.turns import EpisodeOverError, Episodes
 from staleflow.agents.wire import Answer, ApiError, Ask
@@ -56,6 +56,7 @@ class _Episode:
     name: str
     secret: str
     history: History
+    known: Known = field(default_factory=Known)
     turns: int = 0
     by_body: dict[bytes, _Call] = field(default_factory=dict[bytes, _Call])
     by_key: dict[str, _Call] = field(default_factory=dict[str, _Call])
@@ -150,7 +151,10 @@ class Endpoint:
             served = {"id": self.model, "object": "model", "created": 0, "owned_by": "staleflow"}
             await reply.send(200, msgspec.json.encode({"object": "list", "data": [served]}))
             return
-        ask = (wire.chat if asked.path == CHAT else wire.tokens)(asked.body, self.sampling)
+        if asked.path == CHAT:
+            ask = wire.chat(asked.body, self.sampling, episode.known)
+        else:
+            ask = wire.tokens(asked.body, self.sampling)
         call = self._call(episode, asked, ask, reply)
         if ask.stream:
             await reply.stream()
@@ -231,7 +235,7 @@ class Endpoint:
         finally:
             if not made:
                 episode.turns -= 1
-        texts = [self.renderer.words.decode([token]) for token in turn.tokens] if ask.logprobs and woven else []
+        texts = [self.renderer.decode([token]) for token in turn.tokens] if ask.logprobs and woven else []
         return Answer(branch, len(tokens), turn, message, texts, tokens if ask.ids else [])
 
 

@@ -53,13 +53,11 @@ class Reply:
 
     async def send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
-        self._begin(status, fields)
-        await self._write(h11.Data(body), h11.EndOfMessage())
+        await self._write(self._head(status, fields), h11.Data(body), h11.EndOfMessage())
         self.delivered = not self.gone
 
     async def stream(self) -> None:
-        self._begin(200, {"content-type": "text/event-stream", "cache-control": "no-store"})
-        await self._write()
+        await self._write(self._head(200, {"content-type": "text/event-stream", "cache-control": "no-store"}))
 
     async def event(self, text: bytes) -> None:
         """A piece of a stream, as it stands."""
@@ -69,14 +67,13 @@ class Reply:
         await self._write(h11.EndOfMessage())
         self.delivered = not self.gone
 
-    def _begin(self, status: int, headers: dict[str, str]) -> None:
+    def _head(self, status: int, headers: dict[str, str]) -> h11.Response:
         self.begun = True
-        event = h11.Response(status_code=status, headers=list(headers.items()))
-        self._writer.write(self._connection.send(event) or b"")
+        return h11.Response(status_code=status, headers=list(headers.items()))
 
     async def _write(self, *events: h11.Event) -> None:
-        for event in events:
-            self._writer.write(self._connection.send(event) or b"")
+        """At once: whoever listens wakes up for each piece."""
+        self._writer.write(b"".join(self._connection.send(event) or b"" for event in events))
         await self._writer.drain()
 
 

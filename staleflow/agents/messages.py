@@ -4,12 +4,22 @@
 client may send an answer back without its reasoning, with other white space around it, or with the arguments of a tool
 call written differently, and has not edited it. ``answer`` makes a message of the model's text; how tool calls are
 written there is a *parser*: ``(text) -> (content, [(name, arguments), ...])``, ``hermes`` or the user's own.
+
+A client sends its whole conversation with every call. A ``Conversation`` reads only what is new in it::
+
+    known = Known()                                    # of an episode
+    messages = Conversation(parts, known)              # their JSON, one after the other
+    messages.keys, messages[-1]
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, overload
+
+import msgspec
 
 from staleflow.errors import StaleFlowError, shown
 from staleflow.registry import Entry, Registry
@@ -56,7 +66,74 @@ def key(message: Message) -> bytes:
     else:
         calls = [(each["function"]["name"], each["function"]["arguments"]) for each in message.get("tool_calls", ())]
         said = [content.rpartition(THOUGHT)[2].strip(), calls]
-    return json.dumps([message["role"], said], sort_keys=True, separators=(",", ":")).encode(errors="surrogatepass")
+    text = json.dumps([message["role"], said], sort_keys=True, separators=(",", ":"))
+    return _digest(text.encode(errors="surrogatepass"))
+
+
+class ToolList(list[dict[str, Any]]):
+    """Tools that a client gave, and a digest of them."""
+
+    def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
+        super().__init__(tools)
+        self.digest = digest_of(tools)
+
+
+def digest_of(tools: Sequence[Mapping[str, Any]] | None) -> bytes:
+    return tools.digest if isinstance(tools, ToolList) else _digest(msgspec.json.encode(tools))
+
+
+@dataclass(slots=True)
+class Known:
+    """What an episode's calls have said before, by digests of their bytes."""
+
+    keys: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+    """Of messages."""
+    tools: dict[bytes, ToolList] = field(default_factory=dict[bytes, ToolList])
+
+    def tools_of(self, part: bytes, read: Callable[[bytes], list[dict[str, Any]] | None]) -> ToolList | None:
+        """Tools by their JSON, which is ``read`` once."""
+        at = _digest(part)
+        if at not in self.tools and (tools := read(part)) is not None:
+            self.tools[at] = ToolList(tools)
+        return self.tools.get(at)
+
+
+class Conversation(Sequence[Message]):
+    """Plain messages by their JSON. Those that are not known are read, and refused, at once; others when asked for."""
+
+    def __init__(self, parts: Sequence[bytes], known: Known) -> None:
+        self._parts = parts
+        self._read: dict[int, Message] = {}
+        self.keys: list[bytes] = []
+        """Of each message."""
+        for at, part in enumerate(parts):
+            digest = _digest(part)
+            if (found := known.keys.get(digest)) is None:
+                found = known.keys[digest] = key(self[at])
+            self.keys.append(found)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @overload
+    def __getitem__(self, at: int) -> Message: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Message]: ...
+    def __getitem__(self, at: int | slice) -> Message | list[Message]:
+        if isinstance(at, slice):
+            return [self[each] for each in range(*at.indices(len(self)))]
+        at = range(len(self))[at]
+        if at not in self._read:
+            self._read[at] = plain(msgspec.json.decode(self._parts[at]))
+        return self._read[at]
+
+
+def keys_of(messages: Sequence[Message]) -> list[bytes]:
+    return messages.keys if isinstance(messages, Conversation) else [key(each) for each in messages]
+
+
+def _digest(about: bytes) -> bytes:
+    return blake2b(about, digest_size=16).digest()
 
 
 def answer(text: str, parser: Parser, mark: str) -> Message:

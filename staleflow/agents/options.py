@@ -43,7 +43,7 @@ class Environment(Section):
     setup_s: Positive = 60.0
     """Time limit for the set-up of an episode."""
     agent_s: Positive = 600.0
-    """Time limit for its turns, with the time that the model takes."""
+    """Time limit for its turns, without the time that the model takes."""
     score_s: Positive = 60.0
     """Time limit for its scoring."""
     max_turns: Count = 16

@@ -21,10 +21,20 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
-from staleflow.agents.messages import PARSERS, Message, MessageError, Parser, answer, hermes, no_calls
+from staleflow.agents.messages import (
+    PARSERS,
+    Message,
+    MessageError,
+    Parser,
+    answer,
+    digest_of,
+    hermes,
+    no_calls,
+)
 from staleflow.agents.options import Environment
+from staleflow.agents.words import Words, coders
 from staleflow.errors import ConfigError, line_of
 
 Tools = Sequence[Mapping[str, Any]]
@@ -36,6 +46,8 @@ THOUGHT, SAID, TOLD, OTHER = "zq-thought", "zq-said", "zq-told", "other"
 """Words that stand in for the model's reasoning, its text, and what is appended."""
 MOST_BASES = 1024
 """Stand-in conversations that are kept."""
+MOST_FIRSTS = 128
+"""First prompts that are kept."""
 CALL: Message = {"id": "callzq001", "type": "function", "function": {"name": "zq_tool", "arguments": {"zq": 1}}}
 TOOL = {
     "type": "function",
@@ -48,28 +60,21 @@ TOOL = {
 FIX = "give the model's folder a chat_template.jinja that"
 
 
-class Words(Protocol):
-    """A tokenizer of transformers."""
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
-
-    def encode(self, text: Any, **options: Any) -> Any: ...
-
-    def decode(self, token_ids: Any, **options: Any) -> Any: ...
-
-
 class _Base(NamedTuple):
     text: str
     tokens: list[int]
     """Up to the token that ends the answer; empty if there is none."""
     apart: bool
     """Whether what follows it can be encoded apart from it."""
+    bare: _Base | None = None
+    """The same without tools, if what follows is the same with them."""
 
 
 class Renderer:
     def __init__(self, words: Words, stops: Collection[int], parser: Parser = hermes, name: str = "the model") -> None:
         """``stops``: the tokens at which the model stops. ``name``: for messages to people."""
         self.words = words
+        self.encode, self.decode = coders(words)
         self.stops = frozenset(stops)
         self.parser = parser
         self.name = name
@@ -78,6 +83,8 @@ class Renderer:
         self.stem: list[int] = []
         """What every rendering begins with."""
         self._bases: dict[bytes, _Base] = {}
+        self._firsts: dict[bytes, list[int]] = {}
+        """The latest first prompts: all episodes of a group begin with the same."""
         self._ids = True
         """Whether the template writes the ids of tool calls."""
 
@@ -96,10 +103,18 @@ class Renderer:
 
     def first(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """The tokens of a conversation, up to where the model answers. Raises ``MessageError``."""
-        try:
-            return self._tokens(messages, tools, answering=True)
-        except Exception as error:  # whatever the template does
-            raise MessageError(f"the chat template refuses these messages ({line_of(error)}): send others") from None
+        about = blake2b(json.dumps(list(messages)).encode() + digest_of(tools), digest_size=16).digest()
+        if (found := self._firsts.get(about)) is None:
+            try:
+                found = self._tokens(messages, tools, answering=True)
+            except Exception as error:  # whatever the template does
+                raise MessageError(
+                    f"the chat template refuses these messages ({line_of(error)}): send others"
+                ) from None
+            if len(self._firsts) >= MOST_FIRSTS:
+                del self._firsts[next(iter(self._firsts))]
+            self._firsts[about] = found
+        return list(found)
 
     def extend(
         self,
@@ -119,15 +134,17 @@ class Renderer:
             said["tool_calls"], new = _stood_in(calls, new, self._ids)
         try:
             base = self._base(said, new[0]["role"], tools)
+            if base.bare is not None:
+                base, tools = base.bare, None
             whole = self._text([ASKED, said, *new], tools, answering=True)
         except Exception:  # whatever the template does: it does not take these messages one after the other
             return None
         if not base.tokens or not whole.startswith(base.text):
             return None
         if base.apart:
-            found = self._encoded(whole[len(base.text) :])
+            found = self.encode(whole[len(base.text) :])
         else:
-            tokens = self._encoded(whole)
+            tokens = self.encode(whole)
             if tokens[: len(base.tokens)] != base.tokens:
                 return None
             found = tokens[len(base.tokens) :]
@@ -136,7 +153,7 @@ class Renderer:
 
     def text(self, tokens: Sequence[int]) -> str:
         """What the model wrote, without the token that ended it."""
-        return self.words.decode(tokens[:-1] if tokens and tokens[-1] in self.stops else tokens)
+        return self.decode(tokens[:-1] if tokens and tokens[-1] in self.stops else tokens)
 
     def parse(self, tokens: Sequence[int], calls: bool = True, mark: str = "") -> Message:
         """The message that the model made. ``calls``: whether tool calls are read out of it."""
@@ -243,34 +260,40 @@ class Renderer:
 
     def _base(self, said: Message, role: str, tools: Tools | None) -> _Base:
         """The stand-in conversation up to the token that ends its answer, if a message of this role follows."""
-        about = json.dumps([said, role, tools], sort_keys=True).encode(errors="surrogatepass")
-        key = blake2b(about, digest_size=16).digest()
+        about = json.dumps([said, role], sort_keys=True).encode(errors="surrogatepass")
+        key = blake2b(about + digest_of(tools), digest_size=16).digest()
         if key not in self._bases:
-            one, other = (
-                self._text([ASKED, said, told(role) | {"content": content}], tools, answering=True)
-                for content in (TOLD, OTHER)
-            )
-            tokens = self._encoded(one)
-            both = tokens[: shared(tokens, self._encoded(other))]
-            ends = [at for at, token in enumerate(both) if token in self.stops]
             if len(self._bases) >= MOST_BASES:
                 self._bases.clear()
-            self._bases[key] = _Base("", [], False)
-            if ends:
-                tokens = tokens[: ends[-1] + 1]
-                end = self.words.decode(tokens[-1:])
-                text = one[: one.rindex(end, 0, one.rindex(TOLD)) + len(end)]
-                whole = [*self._encoded(text), *self._encoded(one[len(text) :])]
-                self._bases[key] = _Base(text, tokens, self._encoded(one) == whole)
+            self._bases[key] = self._found(said, role, tools)
         return self._bases[key]
+
+    def _found(self, said: Message, role: str, tools: Tools | None) -> _Base:
+        one, other = self._stand_ins(said, role, tools)
+        tokens = self.encode(one)
+        both = tokens[: shared(tokens, self.encode(other))]
+        ends = [at for at, token in enumerate(both) if token in self.stops]
+        if not ends:
+            return _Base("", [], False)
+        end = self.words.decode(tokens[ends[-1] : ends[-1] + 1])
+        text = one[: one.rindex(end, 0, one.rindex(TOLD)) + len(end)]
+        apart = tokens == [*self.encode(text), *self.encode(one[len(text) :])]
+        bare = self._base(said, role, None) if tools and apart else None
+        if bare is not None:
+            plain = [each[len(bare.text) :] for each in self._stand_ins(said, role, None)]
+            if not bare.apart or plain != [each[len(text) :] for each in (one, other)]:
+                bare = None
+        return _Base(text, tokens[: ends[-1] + 1], apart, bare)
+
+    def _stand_ins(self, said: Message, role: str, tools: Tools | None) -> list[str]:
+        """Two conversations that differ only in what follows the answer."""
+        contents = (TOLD, OTHER)
+        return [self._text([ASKED, said, told(role) | {"content": each}], tools, answering=True) for each in contents]
 
     def _tokens(self, messages: Sequence[Message], tools: Tools | None, answering: bool, **arguments: Any) -> list[int]:
         return self.words.apply_chat_template(
             list(messages), tools=tools or None, add_generation_prompt=answering, return_dict=False, **arguments
         )
-
-    def _encoded(self, text: str) -> list[int]:
-        return self.words.encode(text, add_special_tokens=False)
 
     def _text(self, messages: Sequence[Message], tools: Tools | None, answering: bool) -> str:
         return self.words.apply_chat_template(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from staleflow.agents.messages import Message, MessageError, plain
+from staleflow.agents.messages import Conversation, Known, Message, MessageError, ToolList
 from staleflow.agents.turns import Turn
 from staleflow.errors import StaleFlowError, shown
 from staleflow.rollout.options import Sampling
@@ -44,6 +44,7 @@ UNHEARD += ("prompt_cache_retention", "cache_salt", "skip_special_tokens", "spac
 CHAT = ("messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options", "stop")
 CHAT += ("logprobs", "top_logprobs", "return_token_ids")
 TOKENS = ("token_ids", "sampling_params", "request_id", "stream")
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 PARAMETERS = ("max_tokens", "logprobs", "stop", "stop_token_ids", "detokenize", "output_kind")
 
 
@@ -66,8 +67,8 @@ class Ask(NamedTuple):
     """One call, checked."""
 
     limit: int = 0
-    messages: tuple[Message, ...] = ()
-    tools: list[dict[str, Any]] | None = None
+    messages: Sequence[Message] = ()
+    tools: ToolList | None = None
     tokens: tuple[int, ...] = ()
     """Of a call by tokens."""
     stream: bool = False
@@ -79,28 +80,22 @@ class Ask(NamedTuple):
     request: str = ""
 
 
-def chat(body: bytes, sampling: Sampling) -> Ask:
-    asked = _object(body)
+def chat(body: bytes, sampling: Sampling, known: Known) -> Ask:
+    """``known``: what the episode has said before, which is not read again."""
+    parts = _parts(body)
+    messages, tools = parts.pop("messages", None), parts.pop("tools", None)
+    asked: dict[str, Any] = {name: _read(part) for name, part in parts.items()}
     _served(asked, sampling, CHAT)
-    messages = asked.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ApiError(400, "messages is missing: give a list of at least one message")
-    try:
-        said = tuple(plain(each) for each in messages)
-    except MessageError as error:
-        raise ApiError(400, str(error)) from None
+    said = _conversation(messages, known)
     if said[-1]["role"] == "assistant":
         raise ApiError(400, "the last message is the assistant's: end with one that it answers")
     if asked.get("top_logprobs"):
         raise ApiError(400, f"top_logprobs={shown(asked['top_logprobs'])}: only drawn tokens have one: leave it out")
-    tools = asked.get("tools") or None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
-        raise ApiError(400, f"tools is {shown(tools)}: give a list of objects")
     options = asked.get("stream_options") or {}
     return Ask(
         limit=_limit(asked, "max_completion_tokens") or _limit(asked, "max_tokens"),
         messages=said,
-        tools=tools,
+        tools=None if tools is None else known.tools_of(tools, _tools),
         stream=bool(asked.get("stream")),
         usage=isinstance(options, dict) and bool(options.get("include_usage")),
         logprobs=bool(asked.get("logprobs")),
@@ -133,14 +128,51 @@ def tokens(body: bytes, sampling: Sampling) -> Ask:
     )
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def _conversation(part: bytes | None, known: Known) -> Conversation:
     try:
-        found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON ({error}): send an object") from None
+        if part is not None and (messages := msgspec.json.decode(part, type=list[msgspec.Raw])):
+            return Conversation(messages, known)
+    except MessageError as error:
+        raise ApiError(400, str(error)) from None
+    except msgspec.ValidationError:
+        pass  # it is not a list
+    except UNREADABLE as error:
+        raise _no_json(error) from None
+    raise ApiError(400, "messages is missing: give a list of at least one message")
+
+
+def _tools(part: bytes) -> list[dict[str, Any]] | None:
+    tools = _read(part)
+    if tools and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
+        raise ApiError(400, f"tools is {shown(tools)}: give a list of objects")
+    return tools or None
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    found = _read(body)
     if not isinstance(found, dict):
         raise ApiError(400, f"the body is {shown(found)}: send an object")
     return found
+
+
+def _parts(body: bytes) -> dict[str, msgspec.Raw]:
+    """The JSON of each field of an object."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except UNREADABLE:
+        _object(body)  # says what is wrong
+        raise
+
+
+def _read(part: bytes) -> Any:
+    try:
+        return msgspec.json.decode(part)
+    except UNREADABLE as error:
+        raise _no_json(error) from None
+
+
+def _no_json(error: Exception) -> ApiError:
+    return ApiError(400, f"the body is not JSON ({error}): send an object")
 
 
 def _served(asked: Mapping[str, Any], sampling: Sampling, known: Sequence[str]) -> None:

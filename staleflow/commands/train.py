@@ -46,8 +46,9 @@ from staleflow.runtime.local.supervisor import INTERRUPTED, NO_ROOM, Supervisor,
 from staleflow.servers.database import JournalError
 from staleflow.tasks.task import Problem
 
-START = "reads the data and tries the reward"
-"""The first thing that a run says."""
+START = "reads the data"
+TRIES = "reads the data and tries the reward"
+"""The first thing that a run says: the second where it has a reward function to try."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -159,9 +160,10 @@ def train(
         if not again:
             print(what, file=out, flush=True)
 
-    say(START)
+    tries = not again and config.environment.play is None
+    say(TRIES if tries else START)
     source = open_source(config.data, config.seed)
-    if not again and config.environment.play is None:
+    if tries:
         asyncio.run(try_reward(config.reward, first_problem(source)))
     say(f"loads PyTorch, then the tokenizer of {config.model}")
     from staleflow.observe.terminal import TerminalView

@@ -202,14 +202,14 @@ class TorchEngine:
         return self.model.parameters
 
     def snapshot(self) -> InstanceState:
-        running = self.scheduler.running.values()
+        running, backlog = self.scheduler.running.values(), self.scheduler.backlog()
         size = self.pool.page_size
         return InstanceState(
             version=self.version,
-            running=len(running),
-            waiting=len(self.scheduler.waiting),
-            context=sum(len(sequence.tokens) for sequence in running),
-            kv_free=self.pool.available * size,
+            running=len(running) + backlog.joining,
+            waiting=backlog.stuck,
+            context=sum(len(sequence.tokens) for sequence in running) + backlog.tokens,
+            kv_free=(self.pool.available - backlog.pages) * size,
             kv_total=self.pool.total * size,
             max_running=self.options.max_running,
             kv_version=min((sequence.kv_version for sequence in running), default=self.version),

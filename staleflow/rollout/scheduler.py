@@ -40,6 +40,17 @@ class PrefillPart(NamedTuple):
         return self.start + self.length == len(self.sequence.tokens)
 
 
+class Backlog(NamedTuple):
+    """Who waits: ``joining`` have a row and pages and join when prefill comes to them, ``stuck`` do not."""
+
+    joining: int = 0
+    tokens: int = 0
+    """Of those who join."""
+    pages: int = 0
+    """That they will take."""
+    stuck: int = 0
+
+
 @dataclass(slots=True)
 class StepPlan:
     decode: list[Sequence]
@@ -178,6 +189,24 @@ class Scheduler:
         self._leaders.clear()
         for sequence in self.running.values():
             sequence.pure = False
+
+    def backlog(self) -> Backlog:
+        """Who waits for prefill only, and who for others to leave. A prompt that a group shares is counted once."""
+        pool, rows = self.pool, self.rows.free
+        free, reserve = pool.available, pool.total // 100
+        joining = tokens = pages = 0
+        groups = {sequence.request.group for sequence in self.running.values()} if self.waiting else set[str | None]()
+        for sequence in self.waiting:
+            length, group = len(sequence.tokens), sequence.request.group
+            needed = pool.pages_for(length)
+            if group is not None and group in groups:
+                needed -= (sequence.prompt - 1) // pool.page_size
+            left = free - pages - needed
+            if joining >= rows or left < (reserve if joining or self.running else 0):
+                break  # and nobody overtakes it
+            joining, tokens, pages = joining + 1, tokens + length, pages + needed
+            groups.add(group)
+        return Backlog(joining, tokens, pages, len(self.waiting) - joining)
 
     def discard_waiting(self, names: Iterable[str]) -> list[Sequence]:
         unwanted = set(names)

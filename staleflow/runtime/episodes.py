@@ -154,7 +154,8 @@ class Episodes:
             group = self._server.trajectories[episode].group
             longest = max(branches(group, episode), key=lambda each: each.generated)
             running, completed = self._server.ended(episode, outcome.reward, masked)
-            self._control.drop(running)
+            if running:
+                self._control.drop(running)
             self._control.finished(longest, completed)
 
     def lost(self, episode: str, attempt: int) -> None:

@@ -54,6 +54,7 @@ STALL_S = 3600.0
 
 class Cluster:
     rollout_kind: type[SimRollout] = SimRollout
+    environments_kind: type[SimEnvironments] = SimEnvironments
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class Cluster:
             self.scored,
             self.score_failed,
         )
-        self.environments = SimEnvironments(self)
+        self.environments = self.environments_kind(self)
         self.control = self.new_control(term=1)
         self._trainer_link.incarnation = self.trainer.incarnation
         self.rollouts = [self.new_rollout(f"i{index}") for index in range(setting.instances)]

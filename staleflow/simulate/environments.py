@@ -36,10 +36,17 @@ class SimEnvironments:
     def cancel(self, episode: str) -> None:
         if (task := self._tasks.pop(episode, None)) is not None:
             task.cancel()
+            self.left(episode)
 
     def close(self) -> None:
         for episode in list(self._tasks):
             self.cancel(episode)
+
+    def left(self, episode: str) -> None:
+        """An episode has ended, or was given up."""
+
+    async def before_turn(self, episode: str, turn: int) -> None:
+        """Nothing holds a turn up."""
 
     async def _play(self, episode: str, attempt: int) -> None:
         setting, episodes = self._cluster.setting, self.episodes
@@ -50,12 +57,14 @@ class SimEnvironments:
             for turn in range(turns):
                 given = range(setting.tool_tokens if turn else 0)
                 share = tokens * (turn + 1) // turns - tokens * turn // turns
+                await self.before_turn(episode, turn)
                 made = await episodes.turn(episode, at, given, share)
                 at += len(given) + token_count(made.spans)
                 await asyncio.sleep(self._seconds(episode, turn, last=turn == turns - 1))
         except EpisodeOverError:
             return
         self._tasks.pop(episode, None)
+        self.left(episode)
         episodes.outcome(episode, attempt, scored(self._cluster.rewards.reward(episode)))
 
     def _seconds(self, episode: str, turn: int, last: bool) -> float:

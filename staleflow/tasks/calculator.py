@@ -12,9 +12,10 @@ A conversation; what the model makes is marked, the rest is given::
 **Reward** 1 if the last message is the exact sum, else 0; ``agents/calculator.py`` plays it. Every number, up to 99, is
 one token, and so is each fixed part of a call: 8 tokens for a call, 2 for the answer, three to six turns.
 
-**The teacher** of the warm start is wrong on purpose: it tires. With each call it becomes more likely to stop and
-answer with the sum so far, and now and then it skips a number. So the base model can use the tool, and does not use it
-to the end; accuracy begins between 20 % and 40 %.
+**The teacher** of the warm start is wrong on purpose: it tires. Mostly it stops after two calls and answers with the
+sum so far, and now and then it skips a number. So the base model can use the tool, and does not use it to the end;
+accuracy begins between 25 % and 45 %. It stops less often later on: reinforcement cannot select what the base model
+never does right, and the longest episodes need every call.
 
 ::
 
@@ -66,7 +67,7 @@ Step = Literal["add", "stop", "skip"]
 class Teacher:
     """What the warm start's teacher does wrong."""
 
-    stop: tuple[float, ...] = (0.05, 0.2, 0.55, 0.65, 0.75)
+    stop: tuple[float, ...] = (0.05, 0.2, 0.6, 0.4, 0.3)
     """How likely it stops instead of its first call, its second, ..."""
     skip: float = 0.05
     """How likely it skips a number."""

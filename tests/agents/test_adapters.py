@@ -15,6 +15,7 @@ from staleflow.agents.outcome import Outcome
 from staleflow.agents.pool import EnvironmentPool
 from staleflow.agents.program import said
 from staleflow.agents.render import Renderer
+from staleflow.agents.verifiers import PLACE, problems
 from staleflow.tasks.task import Problem
 from tests.agents.serving import END, USER, Scripted, serving
 from tests.tiny_models import save_chat
@@ -36,7 +37,7 @@ def played(renderer: Renderer, options: Environment, texts: list[str], prompt: A
 
     async def main() -> tuple[Outcome, Scripted]:
         episodes = Scripted(renderer, texts)
-        episodes.begin("p0/0", renderer.first(USER))
+        episodes.begin("p0/0", renderer.first(prompt if isinstance(prompt, list) else USER))
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         async with serving(episodes, renderer, max_turns=options.max_turns) as endpoint:
             pool = EnvironmentPool(
@@ -131,6 +132,23 @@ def test_openenv_is_played_over_its_own_server(renderer: Renderer) -> None:
     finally:
         server.kill()
         server.wait()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="needs verifiers")
+def test_verifiers_is_played_with_its_own_harness_and_scoring(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "examples/agents")
+    monkeypatch.syspath_prepend("examples/agents")
+    env = {"taskset": {"id": "letters"}, "agent": {"runtime": {"type": "subprocess"}}}
+    rows = list(problems(env))
+    assert [row["prompt"][0]["content"] for row in rows][:2] == ["Say a", "Say b"]
+    options = Environment("verifiers", {"env": env}, environment=("PYTHONPATH",))
+    asked = rows[1]["prompt"]
+    outcome, episodes = played(renderer, options, ["a b", "c"], prompt=asked, **{PLACE: rows[1][PLACE]})
+    assert outcome == Outcome("scored", 0.5, {"said": 0.5})
+    assert [at for _, at, _, _ in episodes.turns] == sorted(at for _, at, _, _ in episodes.turns)
+    assert len({branch for branch, *_ in episodes.turns}) == 1, "the second call continues the first"
 
 
 async def _listening(port: int) -> bool:

@@ -16,8 +16,10 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc"),
 ]
-TWO = ("--seed", "12")
+TWO = ("--seed", "12", "--episodes", "0")
 """A run with two instances at bound 2."""
+PLAYED = ("--seed", "12", "--episodes", "1")
+"""The same, in which environments play."""
 BENCH = Path(__file__).parents[2] / "bench" / "chaos.py"
 
 
@@ -39,6 +41,18 @@ def test_a_run_survives_killed_processes_a_full_disk_and_an_absent_service_and_c
     assert sum(case["restarts"]["reward"].values()) == 1
     noticed = {(each["kind"], each["name"]): each["noticed_s"] for each in case["faults"]}
     assert all(seconds is not None for seconds in noticed.values()), noticed
+
+
+def test_episodes_survive_killed_environments_and_the_death_of_the_control_plane_that_they_ask(tmp_path: Path) -> None:
+    (case,) = survived(tmp_path, *PLAYED, "--plan", "kill environment + kill i0, control")
+    assert case["episodes"]
+    noticed = {(each["kind"], each["name"]): each["noticed_s"] for each in case["faults"]}
+    assert noticed["kill", "environment"] is not None, noticed
+
+
+@pytest.mark.slow
+def test_episodes_survive_hung_environments(tmp_path: Path) -> None:
+    survived(tmp_path, *PLAYED, "--plan", "hang environment, tree, hang environment + kill trainer")
 
 
 @pytest.mark.slow
