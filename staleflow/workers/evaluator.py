@@ -26,15 +26,13 @@ from staleflow.config.schema import passes
 from staleflow.reward.judge import Judgement
 from staleflow.rollout.engine import Engine, LendingSource, Request, Sampling, WeightSource
 from staleflow.tasks.task import Problem
-from staleflow.types import Evaluate, Evaluated, Moved, Ready, Stop, TakeOver
+from staleflow.types import Evaluate, Evaluated, Ready, Stop, TakeOver
 from staleflow.workers.best import Best
 from staleflow.workers.link import Gone, Link
 
 KEPT = ".safetensors"
 REWARD = "reward"
 """The figure that is always there: the mean reward."""
-SAY_S = 0.5
-"""Signs of progress are no more frequent than this."""
 
 Judged = Callable[[Sequence[tuple[Problem, Sequence[int]]], Callable[[], None]], Sequence[Judgement | str]]
 """The rewards of responses, given as tokens, or why there is none; calls the function as it moves."""
@@ -177,19 +175,6 @@ def figures(scored: Sequence[tuple[int, Judgement]], names: Sequence[str]) -> di
 def pass_at(k: int, samples: int, right: int) -> float:
     """The chance that one of ``k`` of the samples is right, without bias."""
     return 1 - comb(samples - right, k) / comb(samples, k)
-
-
-class Signs:
-    """Signs of progress over a link."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._said_at = 0.0
-
-    def move(self) -> None:
-        if (now := time.perf_counter()) - self._said_at >= SAY_S:
-            self._said_at = now
-            self._link.send(Moved())
 
 
 class KeptWeights:

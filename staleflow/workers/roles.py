@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from operator import methodcaller
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from staleflow.rollout.options import ENGINES
 from staleflow.types import Ready, Setup
-from staleflow.workers.link import Link
+from staleflow.workers.link import Link, Signs
 
 if TYPE_CHECKING:
     from staleflow.config import Config
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from staleflow.workers.trainer import TrainerWorker
 
 
+ANNOUNCED_S = 600.0
+"""For a version that was announced. Its trainer may have died with all memory, and another makes it again."""
+LOOK_S = 0.02
 TAKE_OVER_S = 60.0
 """A trainer that begins on another node may find somebody there who still fetches."""
 
@@ -39,44 +43,54 @@ def build(setup: Setup, link: Link) -> Callable[[], None]:
 
 
 class LazyWeights:
-    """The parameter server, joined at the first pull: its writer may start later than its readers. A copy in another
-    process joins it by itself."""
+    """The parameter server, joined at the first pull: its writer may start later than its readers, and after the loss
+    of all memory another one makes it again. A copy in another process joins it by itself."""
 
     def __init__(self, store: str) -> None:
         self._store = store
         self._server: LocalParameterServer | None = None
+        self.moved: Callable[[], None] = lambda: None
+        """Called now and then while it waits."""
 
     def __reduce__(self) -> tuple[type[LazyWeights], tuple[str]]:
         return LazyWeights, (self._store,)
 
     def pull(self, into: Mapping[str, Any], at_least: int) -> int:
-        return self._joined().pull(into, at_least)
+        return self.wait_for(at_least).pull(into, at_least)
 
     def lend(self, use: Callable[[int, Iterator[tuple[str, Any]]], None], at_least: int) -> int:
-        return self._joined().lend(use, at_least)
+        return self.wait_for(at_least).lend(use, at_least)
 
-    def wait_for(self, at_least: int) -> None:
-        """What was announced is there."""
+    def wait_for(self, at_least: int) -> LocalParameterServer:
+        """Until the version is there, as it mostly is. ``TimeoutError`` if it does not come."""
+        until = time.monotonic() + ANNOUNCED_S
+        while (server := self._joined()) is None or server.newest() < at_least:
+            if time.monotonic() > until:
+                raise TimeoutError(f"version {at_least} did not come within {ANNOUNCED_S:g} s: no trainer has made it")
+            self.moved()
+            time.sleep(LOOK_S)
+        return server
 
     def close(self) -> None:
         if self._server is not None:
             self._server.detach()
 
-    def _joined(self) -> LocalParameterServer:
+    def _joined(self) -> LocalParameterServer | None:
         if self._server is None:
-            from staleflow.servers.weights import LocalParameterServer
+            from staleflow.servers.weights import LocalParameterServer, NoStoreError
 
-            self._server = LocalParameterServer.attach(self._store)
+            with contextlib.suppress(NoStoreError):
+                self._server = LocalParameterServer.attach(self._store)
         return self._server
 
 
 def _weights(setup: Setup, link: Link) -> LazyWeights | MirroredWeights:
-    if not setup.source:
-        return LazyWeights(setup.store)
-    from staleflow.servers.weights.mirror import MirroredWeights
-    from staleflow.workers.evaluator import Signs
+    if setup.source:
+        from staleflow.servers.weights.mirror import MirroredWeights
 
-    weights = MirroredWeights(setup.store, Path(setup.source))
+        weights = MirroredWeights(setup.store, Path(setup.source))
+    else:
+        weights = LazyWeights(setup.store)
     weights.moved = Signs(link).move  # whoever waits for another trainer does not stand still
     return weights
 
@@ -184,7 +198,7 @@ def _evaluator(setup: Setup, link: Link) -> Any:
     from staleflow.reward.judge import Judge
     from staleflow.tasks.opening import decoder_of, open_source, open_task, was_cut
     from staleflow.workers.best import Best
-    from staleflow.workers.evaluator import Evaluator, Signs, serve
+    from staleflow.workers.evaluator import Evaluator, serve
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
     source = open_source(config.data, config.seed)

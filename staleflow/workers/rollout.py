@@ -80,7 +80,7 @@ class RolloutWorker:
         weights: WeightSource,
         request_of: Callable[[Work], Request],
         incarnation: int = 0,
-        before_pull: Callable[[int], None] = lambda _: None,
+        before_pull: Callable[[int], object] = lambda _: None,
     ) -> None:
         """``before_pull`` gets the version that is to be pulled, and may wait for it."""
         self.name = name
