@@ -8,7 +8,9 @@
 flight for each instance. The control plane is the production code. Its CPU time counts, and that of the simulated
 engines, trainer and rewards does not. A decision is a whole cycle in which something was decided: draw prompts,
 observe, decide, place, send. A pause is any other call, such as the commit of a step. The garbage collector is off in
-the cells.
+the cells. What the measurement itself costs is measured first and left out. *disturbed*: CPU time is longer, too, while
+others use the core's caches and its other half; a fixed piece of work, done now and then, takes this many times what it
+takes at best.
 
 *Filling* drives the control plane without a simulator: an empty fleet pulls and is filled, which takes seconds with
 10,000 instances, too.
@@ -66,22 +68,30 @@ class Clock:
     running: list[int] = field(default_factory=list[int])
     most: int = 0
     """Trajectories in flight."""
+    yardsticks: list[float] = field(default_factory=list[float])
+    """What a fixed piece of work took, now and then."""
     _outside: float = 0.0
+    _calls: int = 0
+    """Made to the outside so far."""
+    _own: float = 0.0
+    """What the measurement of one of them adds to the time inside."""
     _decided: bool = False
 
     def inside(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         self.parts[part], self.calls[part], self.longest[part] = 0.0, 0, 0.0
 
         def timed(control: ControlPlane, *arguments: Any) -> Any:
-            began, before = time.thread_time(), self._outside
+            before, calls, began = self._outside, self._calls, time.thread_time()
             result = call(control, *arguments)
-            spent = time.thread_time() - began - (self._outside - before)
+            spent = time.thread_time() - began - (self._outside - before) - self._own * (self._calls - calls)
             self._outside += spent  # a call within a call counts once
             self.parts[part] += spent
             self.calls[part] += 1
             if part != "decide":
                 self.longest[part] = max(self.longest[part], spent)
             elif self._decided:
+                if len(self.decisions) % 16 == 0:
+                    self.yardsticks.append(yardstick())
                 self.decisions.append(spent)
                 self.most = max(self.most, len(control.server.trajectories))
                 self._decided = False
@@ -91,13 +101,25 @@ class Clock:
 
     def outside(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
-            began, before = time.thread_time(), self._outside
+            before, calls, began = self._outside, self._calls, time.thread_time()
             try:
                 return call(*arguments)
             finally:
-                self._outside = before + time.thread_time() - began
+                self._outside, self._calls = before + time.thread_time() - began, calls + 1
 
         return timed
+
+    def calibrate(self) -> None:
+        """Find out what the measurement of a call to the outside costs the side that calls."""
+        nothing = self.outside(lambda: None)
+
+        def many(calls: int = 1_000) -> float:
+            before, began = self._outside, time.thread_time()
+            for _ in range(calls):
+                nothing()
+            return (time.thread_time() - began - (self._outside - before)) / calls
+
+        self._own = min(many() for _ in range(20))
 
     def decided(self, _now: float, decision: Decision) -> None:
         self._decided = True
@@ -108,6 +130,7 @@ class Clock:
         inside = {"decide": "_cycle", "report": "on_report", "score": "on_scored", "commit": "on_pushed"}
         outside = [(Remote, "send"), (Remote, "heard"), (RewardLink, "score"), (TrainerLink, "feed")]
         outside += [(Cluster, name) for name in ("tokens", "_committed", "_aborted", "_decided")]
+        self.calibrate()
         changed = [(ControlPlane, name) for name in inside.values()] + outside
         originals = [(owner, name, getattr(owner, name)) for owner, name in changed]
         for part, name in inside.items():
@@ -141,6 +164,7 @@ def simulated(instances: int, steps: int, seed: int = 1) -> dict[str, Any]:
         "running": sum(clock.running) / len(clock.running),
         "decisions": len(times),
         "decision_ms": {"p50": at(times, 0.5), "p99": at(times, 0.99), "max": times[-1]},
+        "disturbed": at(sorted(clock.yardsticks), 0.5) / min(clock.yardsticks),
         "over_target": sum(each > TARGET_MS for each in times),
         "target_met": at(times, 0.99) < TARGET_MS,
         "us_per_trajectory": {part: 1e6 * spent / count[part] for part, spent in clock.parts.items()},
@@ -151,6 +175,13 @@ def simulated(instances: int, steps: int, seed: int = 1) -> dict[str, Any]:
         "tokens_per_trajectory": cluster.recorder.trained_tokens / trained,
         "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
     }
+
+
+def yardstick() -> float:
+    began, table = time.thread_time(), dict[str, tuple[int, int]]()
+    for each in range(2_000):
+        table[str(each)] = each, each
+    return time.thread_time() - began
 
 
 def at(times: list[float], share: float) -> float:
@@ -226,7 +257,7 @@ def main() -> None:
 
 def tables(result: dict[str, Any]) -> str:
     lines = [
-        "instances  in flight  decisions  p50 ms   p99 ms   max ms  over"
+        "instances  in flight  decisions  p50 ms   p99 ms   max ms  over  disturbed"
         "  us/trajectory: decide  report  score  commit  longest pause ms  peak GB"
     ]
     for cell in result["cells"]:
@@ -234,6 +265,7 @@ def tables(result: dict[str, Any]) -> str:
         lines.append(
             f"{cell['instances']:9,}  {cell['in_flight']:9,}  {cell['decisions']:9,}"
             f"  {ms['p50']:6.2f}  {ms['p99']:7.1f}  {ms['max']:7.1f}  {cell['over_target']:4}"
+            f"  {cell['disturbed']:9.2f}"
             f"  {us['decide']:21.1f}  {us['report']:6.1f}  {us['score']:5.1f}  {us['commit']:6.1f}"
             f"  {pause:16.0f}  {cell['peak_gb']:7.2f}"
         )
