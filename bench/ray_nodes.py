@@ -85,6 +85,7 @@ class Nodes:
                 "--block",
                 f"--node-ip-address={host}",
                 f"--num-cpus={cpus}",
+                f"--dashboard-agent-listen-port={_free_port('127.0.0.1')}",  # another cluster may have the usual one
                 "--object-store-memory=80000000",
                 *((f"--temp-dir={self._folder}",) if "--head" in words else ()),
                 *words,
