@@ -25,13 +25,15 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from staleflow.coordinator.routing import most_routes
 from staleflow.coordinator.situation import Fleet, Interrupt, Ints, Resident, Situation
 from staleflow.coordinator.strategies import Strategies
 
 MOST_MOVES = 4
 """Blockers moved in one call: each move changes what the next would gain, and the next call will see it."""
 MOST_RELIEVED = 512
-"""Trajectories without memory that one call moves: each is a command, and comes back to be placed."""
+"""Trajectories without memory that one call moves, and no more than half of those that one decision places: they come
+back to be placed, and what waits must not grow from one decision to the next."""
 
 
 def gain(situation: Situation, strategies: Strategies) -> list[Interrupt]:
@@ -55,6 +57,7 @@ def _relieve(situation: Situation, strategies: Strategies, fleet: Fleet) -> list
     if not situation.thrashing:
         return interrupts
     freest, excess = _Freest(fleet), fleet.waiting.tolist()
+    most = max(1, min(MOST_RELIEVED, most_routes(len(fleet.names)) // 2))
     for resident in situation.thrashing:
         source = resident.instance  # which has some that wait, so it is no target
         if excess[source] <= 0 or resident.moves >= strategies.max_moves:
@@ -67,7 +70,7 @@ def _relieve(situation: Situation, strategies: Strategies, fleet: Fleet) -> list
         freest.changed(target)
         excess[source] -= 1
         interrupts.append(Interrupt(resident.trajectory, fleet.names[source], "thrashing"))
-        if len(interrupts) == MOST_RELIEVED:
+        if len(interrupts) == most:
             break
     return interrupts
 

@@ -35,8 +35,8 @@ from staleflow.coordinator.strategies import Strategies
 
 MOST_ROUTES = 1024
 """Routes of one call: with thousands of instances each costs ten microseconds and more, and the next call continues."""
-MOST_LOOKS = 1 << 22
-"""Routes of one call times the instances that each may look at: with more than 4,096 of them there are fewer routes."""
+MOST_LOOKS = 1 << 21
+"""Routes of one call times the instances that each may look at: with more than 2,048 of them there are fewer routes."""
 FEW = 16
 """Up to here Python's own loop over the instances is faster than calling numpy."""
 

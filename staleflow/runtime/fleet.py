@@ -21,7 +21,7 @@ from staleflow.types import Drop, Fence, PullWeights, Return, Submit, Work
 
 ALL_S = 10.0
 """Contexts grow while nothing happens: after this time every row of the table is written again."""
-MOST_ROWS = 1024
+MOST_ROWS = 512
 """Rows that reports leave for the next decision to write, and that are written again in one for their age. Beyond that
 each report writes one: with thousands of instances a decision would otherwise be hardly anything else."""
 
@@ -183,7 +183,9 @@ class FleetTable:
         self._began: float | None = None
         """When all rows were first written."""
         self._again = 0
-        """Rows written since then for their age, in turn."""
+        """Rows looked at since then for their age, in turn."""
+        self._fresh = bytearray(len(self.members))
+        """Whether a row has been written since its last turn."""
         self._reported: deque[int] = deque()
         """Rows to be written because of a report."""
         self.places = [0] * len(self.members)
@@ -208,6 +210,7 @@ class FleetTable:
         """Rows of members that something happened to; from time to time, all of them."""
         for row in self._old(now):
             self._write(row)
+            self._fresh[row] = 0
         for row, member in enumerate(self.members):
             if member.touched:
                 self._write(row)
@@ -223,9 +226,12 @@ class FleetTable:
             self._began, self._all_at = now, now + ALL_S
             return range(size)
         due = min(self._again + MOST_ROWS, int(size * (now - self._began) / ALL_S))
-        turn = range(self._again, due)
+        turn = [each % size for each in range(self._again, due)]
         self._again = max(self._again, due)
-        return (each % size for each in turn)
+        old = [row for row in turn if not self._fresh[row]]
+        for row in turn:
+            self._fresh[row] = 0
+        return old
 
     def _write(self, row: int) -> None:
         member = self.members[row]
@@ -233,4 +239,5 @@ class FleetTable:
         running = member.write(row, self._cells, heard, self._cost, self._headroom)
         self.places[row] = max(0, member.max_running - running) if member.open else 0
         self.waiting[row] = heard.state.waiting
+        self._fresh[row] = 1
         member.touched = False

@@ -1,6 +1,7 @@
 """Migration: relief and shorter tails, without breaking the bound or moving for nothing."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.coordinator.migration import MOST_MOVES
+from staleflow.coordinator.routing import most_routes
 from staleflow.coordinator.situation import Interrupt, Pace, Resident, Situation
 from staleflow.coordinator.strategies import MIGRATION, Strategies
 from staleflow.protocol import StalenessLedger
@@ -124,6 +126,16 @@ def test_every_interrupt_has_somewhere_to_go(case: tuple[Situation, StalenessLed
         able = fleet.alive & (fleet.version >= who.version) & (fleet.kv_free >= who.context + ON.headroom)
         able[who.instance] = False
         assert able.any()
+
+
+def test_what_is_relieved_in_one_decision_can_be_placed_again_in_one() -> None:
+    """With 10,000 instances more came back in each decision than the next one could place."""
+    late = [resident(f"t{at}")._replace(instance=at) for at in range(40)]
+    views = [instance(f"full{at}", waiting=1, kv_free=0) for at in range(40)]
+    one = situation([*views, *[instance(f"free{at}") for at in range(40)]], thrashing=late)
+    assert len(decided(MIGRATION, one, ON)) == 40
+    with patch("staleflow.coordinator.routing.MOST_LOOKS", 80 * 20):
+        assert len(decided(MIGRATION, one, ON)) == most_routes(80) // 2 == 10
 
 
 def looked_at_one_by_one(one: Situation, strategies: Strategies) -> list[Interrupt]:

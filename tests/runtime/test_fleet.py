@@ -211,4 +211,10 @@ def test_rows_of_a_large_fleet_are_written_again_in_turn_within_the_time_for_all
             before = sum(port.looked for port in ports)
             table.refresh(100.0 + tick * ALL_S / 10)
             assert sum(port.looked for port in ports) - before <= 4
-    assert [port.looked for port in ports] == [2] * 10
+        assert [port.looked for port in ports] == [2] * 10
+        for row in (3, 7):
+            table.reported(members[row])
+        table.refresh(100.0 + ALL_S)
+        for tick in range(11, 21):
+            table.refresh(100.0 + tick * ALL_S / 10)
+    assert [port.looked for port in ports] == [3] * 10, "those two were read when they said something"
