@@ -23,6 +23,11 @@ from pathlib import Path
 from bench.chaos_lab import die_with_parent
 
 START_S = 90.0
+TRIES = 3
+"""To start a node: on crowded cores Ray gives up waiting for its own processes."""
+
+
+STARTED = "Ray runtime started"
 
 
 class Node:
@@ -49,7 +54,13 @@ class Nodes:
         self.first = self._start(head_cpus, "--head", *where, f"--include-dashboard={str(dashboard).lower()}")
 
     def add(self, cpus: int = 8) -> Node:
-        return self._start(cpus, f"--address={self.environment['RAY_ADDRESS']}")
+        for left in reversed(range(TRIES)):
+            try:
+                return self._start(cpus, f"--address={self.environment['RAY_ADDRESS']}")
+            except RuntimeError:
+                if not left:
+                    raise
+        raise AssertionError
 
     def kill(self, node: Node) -> None:
         """Everything on it, at once; nothing if that has been done."""
@@ -75,6 +86,8 @@ class Nodes:
         self.close()
 
     def _start(self, cpus: int, *words: str) -> Node:
+        log = self._folder / "nodes.log"
+        started = log.read_text(errors="replace").count(STARTED)
         self._count += 1
         host = f"{self._network}.{self._count}"
         environment = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
@@ -98,9 +111,10 @@ class Nodes:
             preexec_fn=die_with_parent,
         )
         self._nodes.append(node := Node(process, host))
-        until, log = time.monotonic() + START_S, self._folder / "nodes.log"
-        while log.read_text(errors="replace").count("Ray runtime started") < self._count - 1:
+        until = time.monotonic() + START_S
+        while log.read_text(errors="replace").count(STARTED) == started:
             if process.poll() is not None or time.monotonic() > until:
+                self.kill(node)
                 raise RuntimeError(f"a Ray node could not be started: {log.read_text(errors='replace')[-2000:]}")
             time.sleep(0.1)
         return node

@@ -18,9 +18,9 @@ takes at best.
 What the simulator leaves out is measured beside it (``bench/scaling_parts.py``). *Live*: what trajectories in flight
 take of memory without their tokens, and how long a full collection looks at them. *Real*: what messages, payload and
 the journal on disk add, for a trajectory and for one report of its tokens so far, of which workers send one every two
-seconds. *Saturation* is arithmetic on all that: how many instances of the preset one control plane serves before it
-runs out of a core, of the network, of the disk or of memory (of what is really held, and of the limit, which counts the
-longest response for each), and how many nodes get each version from the trainer's within a step.
+seconds or, with many instances, less often. *Saturation* is arithmetic on all that: how many instances of the preset
+one control plane serves before it runs out of a core, of the network, of the disk or of memory (of what is really held,
+and of the limit, which counts the longest response for each), and how long a version takes to all nodes.
 """
 
 from __future__ import annotations
@@ -40,19 +40,22 @@ from scaling_parts import GROUP, IN_FLIGHT, filling, live, real
 
 from staleflow.coordinator.decide import Decision
 from staleflow.runtime.control import ControlPlane
+from staleflow.servers.weights.sharing import MOST_SENDING
 from staleflow.simulate.cluster import Cluster, RewardLink
 from staleflow.simulate.network import Remote
 from staleflow.simulate.setting import preset
 from staleflow.simulate.trainer import TrainerLink
-from staleflow.workers.rollout import STREAM_S
+from staleflow.workers.rollout import stream_s
 
 TARGET_MS = 50.0
 """For a decision, at the 99th percentile."""
 CELLS, QUICK = (1_024, 4_096), (128,)
 LINK, DISK, MEMORY = 25e9 / 8, 1e9, 64e9
 """The machine of the control plane in the arithmetic: a network of 25 Gb/s, a disk that syncs 1 GB/s, 64 GB."""
-TRAINER_LINK, ON_A_NODE = 400e9 / 8, 8
-"""And what the others have: 400 Gb/s at the trainer's node, and eight instances on each node."""
+NODE_LINK, ON_A_NODE = 400e9 / 8, 8
+"""And what the nodes have: 400 Gb/s, and eight instances on each but the trainer's."""
+SPREAD = (512, 1_250, 10_000)
+"""Nodes."""
 WEIGHTS, MOST_TOKENS = 29.5e9, 20_000
 """Of the preset: bytes of the weights, and the longest response."""
 
@@ -194,30 +197,53 @@ def at(times: list[float], share: float) -> float:
 def saturation(cell: dict[str, Any], alive: dict[str, float], beside: dict[str, float]) -> dict[str, Any]:
     """How many instances of the preset one control plane serves, by what it runs out of first."""
     rate = cell["trajectories_per_s"] / cell["instances"]
-    streams = cell["running"] / cell["instances"] / STREAM_S
+    running = cell["running"] / cell["instances"]
     own = sum(cell["us_per_trajectory"].values()) + beside["trajectory_us"]
-    busy = 1e-6 * (rate * own + streams * beside["stream_us"])
+
+    def streamed(instances: int) -> float:
+        """Seconds a second for each of so many."""
+        return 1e-6 * running * beside["stream_us"] / stream_s(instances)
+
+    core = largest(lambda instances: instances * (1e-6 * rate * own + streamed(instances)) <= 1)
     tokens = rate * cell["tokens_per_trajectory"]
-    messages = rate * beside["trajectory_bytes"] + streams * beside["stream_bytes"]
+    # with fewer reports each has more tokens
+    messages = rate * beside["trajectory_bytes"] + running * beside["stream_bytes"] / stream_s(1)
     in_memory = IN_FLIGHT * (alive["bytes_per_trajectory"] + 8 * cell["tokens_per_trajectory"])
     most = {
-        "a core": 1 / busy,
+        "a core": core,
         "the network": LINK / messages,
         "the disk": DISK / (8 * tokens + rate * beside["log_bytes"]),
         "memory": MEMORY / in_memory,
         "the memory limit": MEMORY / (IN_FLIGHT * 8 * MOST_TOKENS),
-        "the trainer's link": ON_A_NODE * cell["step_s"] * TRAINER_LINK / WEIGHTS,
     }
     return {
         "trajectories_per_s_and_instance": rate,
         "tokens_per_s_and_instance": tokens,
         "bytes_per_s_and_instance": messages,
-        "core_share_of_instance": busy,
-        "of_it_streams": 1e-6 * streams * beside["stream_us"] / busy,
+        "core_share_of_instance": 1 / core,
+        "of_it_streams": streamed(core) * core,
         "us_per_trajectory": own,
+        "version_to_nodes_s": {nodes: spread_s(nodes) for nodes in SPREAD},
         "instances": most,
         "first": min(most, key=most.__getitem__),
     }
+
+
+def largest(fits: Callable[[int], bool]) -> int:
+    """The largest number up to which it does."""
+    low, high = 0, 1 << 40
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def spread_s(nodes: int) -> float:
+    """Seconds until so many nodes have a version that the trainer's has: each that has it sends it to others."""
+    have, rounds = 1, 0
+    while have <= nodes:
+        have, rounds = have * (1 + MOST_SENDING), rounds + 1
+    return rounds * MOST_SENDING * WEIGHTS / NODE_LINK
 
 
 def apart(part: str, *arguments: int) -> Any:
@@ -283,6 +309,7 @@ def tables(result: dict[str, Any]) -> str:
     end = result["saturation"]
     lines += [f"{name:32} {value:14,.4f}" for name, value in end.items() if isinstance(value, float)]
     lines += [f"instances until {name} is full: {count:,.0f}" for name, count in end["instances"].items()]
+    lines += [f"a version to {nodes:,} nodes: {seconds:.1f} s" for nodes, seconds in end["version_to_nodes_s"].items()]
     return "\n".join(lines)
 
 
