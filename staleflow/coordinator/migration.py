@@ -56,7 +56,8 @@ def _relieve(situation: Situation, strategies: Strategies, fleet: Fleet) -> list
     interrupts: list[Interrupt] = []
     if not situation.thrashing:
         return interrupts
-    freest, excess = _Freest(fleet), fleet.waiting.tolist()
+    least = min(resident.context for resident in situation.thrashing) + strategies.headroom
+    freest, excess = _Freest(fleet, least), fleet.waiting.tolist()
     most = max(1, min(MOST_RELIEVED, most_routes(len(fleet.names)) // 2))
     for resident in situation.thrashing:
         source = resident.instance  # which has some that wait, so it is no target
@@ -79,10 +80,12 @@ class _Freest:
     """The instances that could take a trajectory, those with the most free memory first, by the version they hold:
     with thousands of them, looking at all for each trajectory would take most of the decision."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, least: int) -> None:
+        """``least``: with less memory than this an instance is of use to nobody."""
         self._fleet = fleet
         self._heaps: dict[int, list[tuple[int, int]]] = {}
-        rows = np.flatnonzero(fleet.alive & (fleet.waiting == 0) & (fleet.running < fleet.max_running))
+        takes = fleet.alive & (fleet.waiting == 0) & (fleet.running < fleet.max_running)
+        rows = np.flatnonzero(takes & (fleet.kv_free >= least))
         each = zip(rows.tolist(), fleet.version[rows].tolist(), fleet.kv_free[rows].tolist(), strict=True)
         for row, version, free in each:
             self._heaps.setdefault(version, []).append((-free, row))

@@ -13,6 +13,7 @@ from itertools import islice
 import numpy as np
 
 from staleflow.coordinator.cost import CostModel
+from staleflow.coordinator.routing import most_routes
 from staleflow.coordinator.situation import Pace, Queued, Resident, Situation
 from staleflow.coordinator.strategies import Strategies
 from staleflow.protocol import Ledger
@@ -30,7 +31,7 @@ LEVELLING_S = 5.0
 MOST_MOVABLE = 8
 """The largest trajectories of an instance that levelling may choose from: with more of them it is even enough."""
 MOST_THRASHING = 2048
-"""Trajectories without memory that one decision looks at; it moves a quarter of them at most."""
+"""Trajectories without memory that one decision looks at, and no more than twice as many as it places."""
 MOST_SOURCES = 512
 """The instances with the most context that levelling may take from: it moves half as many trajectories at a time."""
 
@@ -250,10 +251,11 @@ def thrashing(table: FleetTable, turn: int) -> list[Resident]:
     found: list[Resident] = []
     waiting = table.fleet.waiting * table.fleet.alive
     rows = np.flatnonzero(waiting)
-    if waiting.sum() > MOST_THRASHING:
+    most = min(MOST_THRASHING, 2 * most_routes(len(table.members)))
+    if waiting.sum() > most:
         rows = np.roll(rows, -(turn % len(rows)))
     for row in rows.tolist():
-        if len(found) >= MOST_THRASHING:
+        if len(found) >= most:
             break
         latest = islice(reversed(table.members[row].residents.values()), int(waiting[row]))
         found += [resident(each, table.rows) for each in latest if each.state == "running"]
