@@ -54,13 +54,7 @@ class Nodes:
         self.first = self._start(head_cpus, "--head", *where, f"--include-dashboard={str(dashboard).lower()}")
 
     def add(self, cpus: int = 8) -> Node:
-        for left in reversed(range(TRIES)):
-            try:
-                return self._start(cpus, f"--address={self.environment['RAY_ADDRESS']}")
-            except RuntimeError:
-                if not left:
-                    raise
-        raise AssertionError
+        return self._start(cpus, f"--address={self.environment['RAY_ADDRESS']}")
 
     def kill(self, node: Node) -> None:
         """Everything on it, at once; nothing if that has been done."""
@@ -86,10 +80,16 @@ class Nodes:
         self.close()
 
     def _start(self, cpus: int, *words: str) -> Node:
+        for _ in range(TRIES - 1):
+            with suppress(RuntimeError):
+                return self._try(cpus, *words)
+        return self._try(cpus, *words)
+
+    def _try(self, cpus: int, *words: str) -> Node:
         log = self._folder / "nodes.log"
         started = log.read_text(errors="replace").count(STARTED)
         self._count += 1
-        host = f"{self._network}.{self._count}"
+        host = f"{self._network}.{2 if '--head' in words else self._count}"
         environment = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
         process = subprocess.Popen(
             [
