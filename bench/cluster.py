@@ -88,6 +88,8 @@ def main() -> int:
     found: dict[str, Any] = {"machine": platform.platform(), "cores": os.cpu_count(), "steps": steps, "runs": {}}
     if file is not None and file.exists():
         found = json.loads(file.read_text())
+        if found["steps"] != steps:
+            parser.error(f"{file} has runs of {found['steps']} steps: give --steps {found['steps']}, or another file")
     todo = [
         (name, seed)
         for seed in range(options.repeats)
@@ -103,6 +105,8 @@ def main() -> int:
         found["weights"] = weights()
         keep(found, file)
     print(table(found["runs"]))
+    for name, shares in against_local(found["runs"]).items():
+        print(f"{name}: {', '.join(f'{share:.3f}' for share in shares)} of the tokens/s of local processes, by seed")
     print("\n".join(f"{name}: {value:.3g}" for name, value in found.get("weights", {}).items()))
     return 0
 
@@ -120,6 +124,17 @@ def table(runs: dict[str, list[dict[str, float]]]) -> str:
         cells[-1] = ", ".join(f"{each['accuracy']:.3f}" for each in figures)
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def against_local(runs: dict[str, list[dict[str, float]]]) -> dict[str, list[float]]:
+    """Throughput of each arm without deaths, by seed: what comes next to each other in time is compared."""
+    found: dict[str, list[float]] = {}
+    for name, figures in runs.items():
+        if not name.startswith("local") and "next_step_s" not in figures[0]:
+            base = runs.get("local, vLLM" if "vLLM" in name else "local", [])
+            pairs = zip(figures, base, strict=False)
+            found[name] = [each["tokens_per_s"] / other["tokens_per_s"] for each, other in pairs]
+    return found
 
 
 def median(figures: Sequence[dict[str, float]], key: str) -> float:

@@ -23,6 +23,11 @@ from pathlib import Path
 from bench.chaos_lab import die_with_parent
 
 START_S = 90.0
+TRIES = 3
+"""To start a node: on crowded cores Ray gives up waiting for its own processes."""
+
+
+STARTED = "Ray runtime started"
 
 
 class Node:
@@ -75,8 +80,16 @@ class Nodes:
         self.close()
 
     def _start(self, cpus: int, *words: str) -> Node:
+        for _ in range(TRIES - 1):
+            with suppress(RuntimeError):
+                return self._try(cpus, *words)
+        return self._try(cpus, *words)
+
+    def _try(self, cpus: int, *words: str) -> Node:
+        log = self._folder / "nodes.log"
+        started = log.read_text(errors="replace").count(STARTED)
         self._count += 1
-        host = f"{self._network}.{self._count}"
+        host = f"{self._network}.{2 if '--head' in words else self._count}"
         environment = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
         process = subprocess.Popen(
             [
@@ -85,6 +98,7 @@ class Nodes:
                 "--block",
                 f"--node-ip-address={host}",
                 f"--num-cpus={cpus}",
+                f"--dashboard-agent-listen-port={_free_port('127.0.0.1')}",  # another cluster may have the usual one
                 "--object-store-memory=80000000",
                 *((f"--temp-dir={self._folder}",) if "--head" in words else ()),
                 *words,
@@ -97,9 +111,10 @@ class Nodes:
             preexec_fn=die_with_parent,
         )
         self._nodes.append(node := Node(process, host))
-        until, log = time.monotonic() + START_S, self._folder / "nodes.log"
-        while log.read_text(errors="replace").count("Ray runtime started") < self._count - 1:
+        until = time.monotonic() + START_S
+        while log.read_text(errors="replace").count(STARTED) == started:
             if process.poll() is not None or time.monotonic() > until:
+                self.kill(node)
                 raise RuntimeError(f"a Ray node could not be started: {log.read_text(errors='replace')[-2000:]}")
             time.sleep(0.1)
         return node

@@ -8,7 +8,9 @@
 flight for each instance. The control plane is the production code. Its CPU time counts, and that of the simulated
 engines, trainer and rewards does not. A decision is a whole cycle in which something was decided: draw prompts,
 observe, decide, place, send. A pause is any other call, such as the commit of a step. The garbage collector is off in
-the cells.
+the cells. What the measurement itself costs is measured first and left out. *disturbed*: CPU time is longer, too, while
+others use the core's caches and its other half; a fixed piece of work, done now and then, takes this many times what it
+takes at best.
 
 *Filling* drives the control plane without a simulator: an empty fleet pulls and is filled, which takes seconds with
 10,000 instances, too.
@@ -16,9 +18,9 @@ the cells.
 What the simulator leaves out is measured beside it (``bench/scaling_parts.py``). *Live*: what trajectories in flight
 take of memory without their tokens, and how long a full collection looks at them. *Real*: what messages, payload and
 the journal on disk add, for a trajectory and for one report of its tokens so far, of which workers send one every two
-seconds. *Saturation* is arithmetic on all that: how many instances of the preset one control plane serves before it
-runs out of a core, of the network, of the disk or of memory (of what is really held, and of the limit, which counts the
-longest response for each), and how many nodes get each version from the trainer's within a step.
+seconds or, with many instances, less often. *Saturation* is arithmetic on all that: how many instances of the preset
+one control plane serves before it runs out of a core, of the network, of the disk or of memory (of what is really held,
+and of the limit, which counts the longest response for each), and how long a version takes to all nodes.
 """
 
 from __future__ import annotations
@@ -38,19 +40,22 @@ from scaling_parts import GROUP, IN_FLIGHT, filling, live, real
 
 from staleflow.coordinator.decide import Decision
 from staleflow.runtime.control import ControlPlane
+from staleflow.servers.weights.sharing import MOST_SENDING
 from staleflow.simulate.cluster import Cluster, RewardLink
 from staleflow.simulate.network import Remote
 from staleflow.simulate.setting import preset
 from staleflow.simulate.trainer import TrainerLink
-from staleflow.workers.rollout import STREAM_S
+from staleflow.workers.rollout import stream_s
 
 TARGET_MS = 50.0
 """For a decision, at the 99th percentile."""
 CELLS, QUICK = (1_024, 4_096), (128,)
 LINK, DISK, MEMORY = 25e9 / 8, 1e9, 64e9
 """The machine of the control plane in the arithmetic: a network of 25 Gb/s, a disk that syncs 1 GB/s, 64 GB."""
-TRAINER_LINK, ON_A_NODE = 400e9 / 8, 8
-"""And what the others have: 400 Gb/s at the trainer's node, and eight instances on each node."""
+NODE_LINK, ON_A_NODE = 400e9 / 8, 8
+"""And what the nodes have: 400 Gb/s, and eight instances on each but the trainer's."""
+SPREAD = (512, 1_250, 10_000)
+"""Nodes."""
 WEIGHTS, MOST_TOKENS = 29.5e9, 20_000
 """Of the preset: bytes of the weights, and the longest response."""
 
@@ -66,22 +71,30 @@ class Clock:
     running: list[int] = field(default_factory=list[int])
     most: int = 0
     """Trajectories in flight."""
+    yardsticks: list[float] = field(default_factory=list[float])
+    """What a fixed piece of work took, now and then."""
     _outside: float = 0.0
+    _calls: int = 0
+    """Made to the outside so far."""
+    _own: float = 0.0
+    """What the measurement of one of them adds to the time inside."""
     _decided: bool = False
 
     def inside(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         self.parts[part], self.calls[part], self.longest[part] = 0.0, 0, 0.0
 
         def timed(control: ControlPlane, *arguments: Any) -> Any:
-            began, before = time.thread_time(), self._outside
+            before, calls, began = self._outside, self._calls, time.thread_time()
             result = call(control, *arguments)
-            spent = time.thread_time() - began - (self._outside - before)
+            spent = time.thread_time() - began - (self._outside - before) - self._own * (self._calls - calls)
             self._outside += spent  # a call within a call counts once
             self.parts[part] += spent
             self.calls[part] += 1
             if part != "decide":
                 self.longest[part] = max(self.longest[part], spent)
             elif self._decided:
+                if len(self.decisions) % 16 == 0:
+                    self.yardsticks.append(yardstick())
                 self.decisions.append(spent)
                 self.most = max(self.most, len(control.server.trajectories))
                 self._decided = False
@@ -91,13 +104,25 @@ class Clock:
 
     def outside(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
-            began, before = time.thread_time(), self._outside
+            before, calls, began = self._outside, self._calls, time.thread_time()
             try:
                 return call(*arguments)
             finally:
-                self._outside = before + time.thread_time() - began
+                self._outside, self._calls = before + time.thread_time() - began, calls + 1
 
         return timed
+
+    def calibrate(self) -> None:
+        """Find out what the measurement of a call to the outside costs the side that calls."""
+        nothing = self.outside(lambda: None)
+
+        def many(calls: int = 1_000) -> float:
+            before, began = self._outside, time.thread_time()
+            for _ in range(calls):
+                nothing()
+            return (time.thread_time() - began - (self._outside - before)) / calls
+
+        self._own = min(many() for _ in range(20))
 
     def decided(self, _now: float, decision: Decision) -> None:
         self._decided = True
@@ -108,6 +133,7 @@ class Clock:
         inside = {"decide": "_cycle", "report": "on_report", "score": "on_scored", "commit": "on_pushed"}
         outside = [(Remote, "send"), (Remote, "heard"), (RewardLink, "score"), (TrainerLink, "feed")]
         outside += [(Cluster, name) for name in ("tokens", "_committed", "_aborted", "_decided")]
+        self.calibrate()
         changed = [(ControlPlane, name) for name in inside.values()] + outside
         originals = [(owner, name, getattr(owner, name)) for owner, name in changed]
         for part, name in inside.items():
@@ -141,6 +167,7 @@ def simulated(instances: int, steps: int, seed: int = 1) -> dict[str, Any]:
         "running": sum(clock.running) / len(clock.running),
         "decisions": len(times),
         "decision_ms": {"p50": at(times, 0.5), "p99": at(times, 0.99), "max": times[-1]},
+        "disturbed": at(sorted(clock.yardsticks), 0.5) / min(clock.yardsticks),
         "over_target": sum(each > TARGET_MS for each in times),
         "target_met": at(times, 0.99) < TARGET_MS,
         "us_per_trajectory": {part: 1e6 * spent / count[part] for part, spent in clock.parts.items()},
@@ -153,6 +180,13 @@ def simulated(instances: int, steps: int, seed: int = 1) -> dict[str, Any]:
     }
 
 
+def yardstick() -> float:
+    began, table = time.thread_time(), dict[str, tuple[int, int]]()
+    for each in range(2_000):
+        table[str(each)] = each, each
+    return time.thread_time() - began
+
+
 def at(times: list[float], share: float) -> float:
     return times[min(len(times) - 1, int(share * len(times)))]
 
@@ -163,30 +197,53 @@ def at(times: list[float], share: float) -> float:
 def saturation(cell: dict[str, Any], alive: dict[str, float], beside: dict[str, float]) -> dict[str, Any]:
     """How many instances of the preset one control plane serves, by what it runs out of first."""
     rate = cell["trajectories_per_s"] / cell["instances"]
-    streams = cell["running"] / cell["instances"] / STREAM_S
+    running = cell["running"] / cell["instances"]
     own = sum(cell["us_per_trajectory"].values()) + beside["trajectory_us"]
-    busy = 1e-6 * (rate * own + streams * beside["stream_us"])
+
+    def streamed(instances: int) -> float:
+        """Seconds a second for each of so many."""
+        return 1e-6 * running * beside["stream_us"] / stream_s(instances)
+
+    core = largest(lambda instances: instances * (1e-6 * rate * own + streamed(instances)) <= 1)
     tokens = rate * cell["tokens_per_trajectory"]
-    messages = rate * beside["trajectory_bytes"] + streams * beside["stream_bytes"]
+    # with fewer reports each has more tokens
+    messages = rate * beside["trajectory_bytes"] + running * beside["stream_bytes"] / stream_s(1)
     in_memory = IN_FLIGHT * (alive["bytes_per_trajectory"] + 8 * cell["tokens_per_trajectory"])
     most = {
-        "a core": 1 / busy,
+        "a core": core,
         "the network": LINK / messages,
         "the disk": DISK / (8 * tokens + rate * beside["log_bytes"]),
         "memory": MEMORY / in_memory,
         "the memory limit": MEMORY / (IN_FLIGHT * 8 * MOST_TOKENS),
-        "the trainer's link": ON_A_NODE * cell["step_s"] * TRAINER_LINK / WEIGHTS,
     }
     return {
         "trajectories_per_s_and_instance": rate,
         "tokens_per_s_and_instance": tokens,
         "bytes_per_s_and_instance": messages,
-        "core_share_of_instance": busy,
-        "of_it_streams": 1e-6 * streams * beside["stream_us"] / busy,
+        "core_share_of_instance": 1 / core,
+        "of_it_streams": streamed(core) * core,
         "us_per_trajectory": own,
+        "version_to_nodes_s": {nodes: spread_s(nodes) for nodes in SPREAD},
         "instances": most,
         "first": min(most, key=most.__getitem__),
     }
+
+
+def largest(fits: Callable[[int], bool]) -> int:
+    """The largest number up to which it does."""
+    low, high = 0, 1 << 40
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def spread_s(nodes: int) -> float:
+    """Seconds until so many nodes have a version that the trainer's has: each that has it sends it to others."""
+    have, rounds = 1, 0
+    while have <= nodes:
+        have, rounds = have * (1 + MOST_SENDING), rounds + 1
+    return rounds * MOST_SENDING * WEIGHTS / NODE_LINK
 
 
 def apart(part: str, *arguments: int) -> Any:
@@ -226,7 +283,7 @@ def main() -> None:
 
 def tables(result: dict[str, Any]) -> str:
     lines = [
-        "instances  in flight  decisions  p50 ms   p99 ms   max ms  over"
+        "instances  in flight  decisions  p50 ms   p99 ms   max ms  over  disturbed"
         "  us/trajectory: decide  report  score  commit  longest pause ms  peak GB"
     ]
     for cell in result["cells"]:
@@ -234,6 +291,7 @@ def tables(result: dict[str, Any]) -> str:
         lines.append(
             f"{cell['instances']:9,}  {cell['in_flight']:9,}  {cell['decisions']:9,}"
             f"  {ms['p50']:6.2f}  {ms['p99']:7.1f}  {ms['max']:7.1f}  {cell['over_target']:4}"
+            f"  {cell['disturbed']:9.2f}"
             f"  {us['decide']:21.1f}  {us['report']:6.1f}  {us['score']:5.1f}  {us['commit']:6.1f}"
             f"  {pause:16.0f}  {cell['peak_gb']:7.2f}"
         )
@@ -251,6 +309,7 @@ def tables(result: dict[str, Any]) -> str:
     end = result["saturation"]
     lines += [f"{name:32} {value:14,.4f}" for name, value in end.items() if isinstance(value, float)]
     lines += [f"instances until {name} is full: {count:,.0f}" for name, count in end["instances"].items()]
+    lines += [f"a version to {nodes:,} nodes: {seconds:.1f} s" for nodes, seconds in end["version_to_nodes_s"].items()]
     return "\n".join(lines)
 
 

@@ -1,9 +1,10 @@
 """One decision: the strategies in order, each seeing what those before it decided.
 
 Synchronisation comes first, and its pulls count for the rest: work is routed by the version after the pull, so it
-spreads over all instances that pull. Then levelling among them, migration, the tail, and routing. Nothing is moved or
-routed that the tail ends. ``decide`` is a pure function: the same situation gives the same decision, and stays as it
-was. Use::
+spreads over all instances that pull. One decision has no more than ``MOST_PULLS`` of them, and the next one, which
+follows at once, has others; until then these take no work, which would be of an older version. Then levelling among
+those that pull, migration, the tail, and routing. Nothing is moved or routed that the tail ends. ``decide`` is a pure
+function: the same situation gives the same decision, and stays as it was. Use::
 
     decision = decide(situation, strategies)
     journal.write(decision.inputs)
@@ -21,8 +22,24 @@ import numpy as np
 
 from staleflow.coordinator.crowding import fitting_mu, least_gain
 from staleflow.coordinator.levelling import level
-from staleflow.coordinator.situation import Abort, Command, Interrupt, Pace, Pull, Route, Situation, Truncate
+from staleflow.coordinator.routing import FEW, most_routes
+from staleflow.coordinator.situation import (
+    Abort,
+    Bools,
+    Command,
+    Fleet,
+    Interrupt,
+    Ints,
+    Pace,
+    Pull,
+    Route,
+    Situation,
+    Truncate,
+)
 from staleflow.coordinator.strategies import MIGRATION, ROUTING, SYNCHRONISATION, TAIL, Strategies
+
+MOST_PULLS = 1024
+"""Of one decision: with thousands of instances a new version would make one of it that is far longer than others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +48,17 @@ class Decision:
     """In the order to carry them out: pulls, interrupts, aborts and truncations, routes."""
     inputs: dict[str, Any]
     """What it was decided on and what came of it, as plain JSON-able data."""
+    cut: bool = False
+    """Whether it has as many pulls or routes as one decision may have, so that the next should follow at once."""
 
 
 def decide(situation: Situation, strategies: Strategies) -> Decision:
     mu = fitting_mu(situation, strategies.mu) if strategies.adapt else None
     work = situation if mu is None else replace(situation, mu=mu)
-    pulls: list[Pull] = strategies.decide(SYNCHRONISATION, work)
+    chosen: list[Pull] = strategies.decide(SYNCHRONISATION, work)
+    pulls, later = chosen[:MOST_PULLS], chosen[MOST_PULLS:]
     if pulls:
-        work = _with_pulls(work, pulls)
+        work = _with_pulls(work, pulls, later)
     interrupts: list[Interrupt] = []
     if len(pulls) > 1 and strategies.migration == "gain":
         interrupts, fleet = level(work, strategies, pulls)
@@ -59,7 +79,8 @@ def decide(situation: Situation, strategies: Strategies) -> Decision:
         "tail": {"mode": strategies.tail, **_ends(ends)},
         "routing": {"mode": strategies.routing, "mu": least_gain(work, strategies), "routes": len(routes)},
     }
-    return Decision([*pulls, *interrupts, *ends, *routes], inputs)
+    cut = bool(later) or len(routes) >= most_routes(len(situation.fleet.names))
+    return Decision([*pulls, *interrupts, *ends, *routes], inputs, cut)
 
 
 def plain(commands: Iterable[Command]) -> list[list[Any]]:
@@ -72,13 +93,20 @@ def plain(commands: Iterable[Command]) -> list[list[Any]]:
     ]
 
 
-def _with_pulls(situation: Situation, pulls: Sequence[Pull]) -> Situation:
-    """The situation once the pulls are issued."""
-    fleet, names = situation.fleet.copy(), {pull.instance for pull in pulls}
-    rows = np.array([name in names for name in fleet.names], dtype=bool)
+def _with_pulls(situation: Situation, pulls: Sequence[Pull], later: Sequence[Pull]) -> Situation:
+    """The situation once the pulls are issued; those that pull ``later`` are closed until then."""
+    fleet = situation.fleet.copy()
+    rows = _rows(fleet, pulls)
     fleet.version[rows] = situation.newest
     fleet.pulling[rows] = True
+    if later:
+        fleet.alive[_rows(fleet, later)] = False
     return replace(situation, fleet=fleet)
+
+
+def _rows(fleet: Fleet, pulls: Sequence[Pull]) -> Bools:
+    names = {pull.instance for pull in pulls}
+    return np.array([name in names for name in fleet.names], dtype=bool)
 
 
 def _ended(situation: Situation, ends: Sequence[Abort | Truncate]) -> set[str]:
@@ -104,11 +132,11 @@ def _inputs(situation: Situation) -> dict[str, Any]:
         "queued": len(situation.queue),
         "fresh": len(situation.queue) - situation.reserved,
         "instances": len(fleet.names),
-        "alive": sum(fleet.alive.tolist()),
-        "pulling": sum(fleet.pulling.tolist()),
-        "running": sum(fleet.running.tolist()),
-        "waiting": sum(fleet.waiting.tolist()),
-        "kv_free": sum(fleet.kv_free.tolist()),
+        "alive": _total(fleet.alive),
+        "pulling": _total(fleet.pulling),
+        "running": _total(fleet.running),
+        "waiting": _total(fleet.waiting),
+        "kv_free": _total(fleet.kv_free),
         "versions": {str(version): count for version, count in sorted(versions.items())},
         "pull_s": situation.pull_s,
         "pace": {name: getattr(pace, name) for name in Pace.__slots__},
@@ -116,3 +144,7 @@ def _inputs(situation: Situation) -> dict[str, Any]:
         "blocked_s": None if since is None else situation.now - since,
         "thrashing": len(situation.thrashing),
     }
+
+
+def _total(column: Ints | Bools) -> int:
+    return sum(column.tolist()) if len(column) <= FEW else int(column.sum())

@@ -21,15 +21,19 @@ moved ``max_moves`` times stays.
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush
+
 import numpy as np
 
+from staleflow.coordinator.routing import most_routes
 from staleflow.coordinator.situation import Fleet, Interrupt, Ints, Resident, Situation
 from staleflow.coordinator.strategies import Strategies
 
 MOST_MOVES = 4
 """Blockers moved in one call: each move changes what the next would gain, and the next call will see it."""
 MOST_RELIEVED = 512
-"""Trajectories without memory that one call moves: for each it looks at all instances."""
+"""Trajectories without memory that one call moves, and no more than half of those that one decision places: they come
+back to be placed, and what waits must not grow from one decision to the next."""
 
 
 def gain(situation: Situation, strategies: Strategies) -> list[Interrupt]:
@@ -50,22 +54,57 @@ def off(situation: Situation, strategies: Strategies) -> list[Interrupt]:  # noq
 
 def _relieve(situation: Situation, strategies: Strategies, fleet: Fleet) -> list[Interrupt]:
     interrupts: list[Interrupt] = []
-    most_free = fleet.kv_free[fleet.alive & (fleet.waiting == 0)].max(initial=-1)
-    excess = fleet.waiting.copy()
+    if not situation.thrashing:
+        return interrupts
+    least = min(resident.context for resident in situation.thrashing) + strategies.headroom
+    freest, excess = _Freest(fleet, least), fleet.waiting.tolist()
+    most = max(1, min(MOST_RELIEVED, most_routes(len(fleet.names)) // 2))
     for resident in situation.thrashing:
-        source = resident.instance
+        source = resident.instance  # which has some that wait, so it is no target
         if excess[source] <= 0 or resident.moves >= strategies.max_moves:
             continue
-        if resident.context + strategies.headroom > most_free or len(interrupts) >= MOST_RELIEVED:
-            continue
-        targets = _targets(fleet, resident, strategies.headroom)
-        if not len(targets):
+        target = freest.first(resident.version, resident.context + strategies.headroom)
+        if target is None:
             continue
         # Counted in at the target, so that the next one does not rely on the same memory.
-        fleet.place(int(targets[fleet.kv_free[targets].argmax()]), resident.context, strategies.headroom)
+        fleet.place(target, resident.context, strategies.headroom)
+        freest.changed(target)
         excess[source] -= 1
         interrupts.append(Interrupt(resident.trajectory, fleet.names[source], "thrashing"))
+        if len(interrupts) == most:
+            break
     return interrupts
+
+
+class _Freest:
+    """The instances that could take a trajectory, those with the most free memory first, by the version they hold:
+    with thousands of them, looking at all for each trajectory would take most of the decision."""
+
+    def __init__(self, fleet: Fleet, least: int) -> None:
+        """``least``: with less memory than this an instance is of use to nobody."""
+        self._fleet = fleet
+        self._heaps: dict[int, list[tuple[int, int]]] = {}
+        takes = fleet.alive & (fleet.waiting == 0) & (fleet.running < fleet.max_running)
+        rows = np.flatnonzero(takes & (fleet.kv_free >= least))
+        each = zip(rows.tolist(), fleet.version[rows].tolist(), fleet.kv_free[rows].tolist(), strict=True)
+        for row, version, free in each:
+            self._heaps.setdefault(version, []).append((-free, row))
+        for heap in self._heaps.values():
+            heapify(heap)
+
+    def first(self, version: int, tokens: int) -> int | None:
+        """The one with the most free memory, if that is ``tokens``, among those that hold ``version`` or a newer one;
+        among equals the first row."""
+        tops = [heap[0] for held, heap in self._heaps.items() if held >= version and heap]
+        free, row = min(tops, default=(0, -1))
+        return row if row >= 0 and -free >= tokens else None
+
+    def changed(self, row: int) -> None:
+        """The first one of its version has taken a trajectory."""
+        fleet, heap = self._fleet, self._heaps[int(self._fleet.version[row])]
+        heappop(heap)
+        if fleet.running[row] < fleet.max_running[row]:
+            heappush(heap, (-int(fleet.kv_free[row]), row))
 
 
 def _shorten_tail(

@@ -9,7 +9,7 @@ Whatever rule picks the instance, every route keeps these promises:
 4. the queue is served in order, and what cannot be placed does not stop what can;
 5. the oldest reserved trajectory for which no instance has memory or a slot claims the eligible instance with the most
    free memory, which takes no younger work in this call: short work cannot starve a long trajectory;
-6. there are no more than ``MOST_ROUTES`` in one call.
+6. there are no more than ``most_routes`` in one call.
 
 Where environments play, memory is kept for contexts that will come back to an instance that is at work: a fresh group
 does not take it. ``waterfall`` also counts the prefill that a turn saves where its last one was; the price is spread
@@ -35,8 +35,15 @@ from staleflow.coordinator.strategies import Strategies
 
 MOST_ROUTES = 1024
 """Routes of one call: with thousands of instances each costs ten microseconds and more, and the next call continues."""
+MOST_LOOKS = 1 << 21
+"""Routes of one call times the instances that each may look at: with more than 2,048 of them there are fewer routes."""
 FEW = 16
 """Up to here Python's own loop over the instances is faster than calling numpy."""
+
+
+def most_routes(instances: int) -> int:
+    """How many trajectories one call places at most."""
+    return min(MOST_ROUTES, max(1, MOST_LOOKS // max(1, instances)))
 
 
 def waterfall(situation: Situation, strategies: Strategies) -> list[Route]:
@@ -238,8 +245,8 @@ class _Filling:
         self._scored: tuple[_Level, int, tuple[list[float] | Floats, float]] | None = None
 
     def run(self) -> list[Route]:
-        at = 0
-        while at < len(self.queue) and len(self.routes) < MOST_ROUTES:
+        at, most = 0, most_routes(len(self.fleet.names))
+        while at < len(self.queue) and len(self.routes) < most:
             item = self.queue[at]
             version = self.reserved.get(item.group) if item.version is None else item.version
             level = self.levels.get(version) or self._level(version)

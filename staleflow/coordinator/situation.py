@@ -99,8 +99,7 @@ class Queued(NamedTuple):
         return inf if self.version is None else self.version
 
 
-@dataclass(frozen=True, slots=True)
-class Resident:
+class Resident(NamedTuple):
     """A trajectory on an instance, as far as the server knows."""
 
     trajectory: str

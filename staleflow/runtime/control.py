@@ -251,7 +251,7 @@ class ControlPlane:
         member = self.members.get(report.instance)
         if member is None or report.incarnation != member.incarnation or self.over:
             return
-        member.touched = True
+        self.watch.reported(member)
         self.reports.take(member, report)
         if report.pulled is not None:
             member.seen = max(member.seen, report.pulled)
@@ -306,25 +306,25 @@ class ControlPlane:
         while True:
             await self._work.wait()
             self._work.clear()
-            if self._cycle() < MOST_ROUTES:
+            if not self._cycle():
                 await asyncio.sleep(self.settings.cycle_s)
-            else:  # more could be placed: after what has been said meanwhile
+            else:  # more is to be decided: after what has been said meanwhile
                 self._work.set()
                 await asyncio.sleep(0)
 
-    def _cycle(self) -> int:
-        """One decision. How many trajectories it placed."""
+    def _cycle(self) -> bool:
+        """One decision. Whether the next should follow at once: this one was cut, and something came of it."""
         if self.over:
-            return 0
+            return False
         now = self._now()
         self._let_go()
         self._admit()
         self.watch.blocking.update(self.ledger, self.settings.strategies.tail_groups, now)
         if not self._anything_to_decide(now):
-            return 0
+            return False
         decision = decide(self.watch.situation(now), self.settings.strategies)
         self.on_decision(now, decision)
-        return self._obey(decision.commands)
+        return self._obey(decision.commands) > 0 and decision.cut
 
     def _anything_to_decide(self, now: float) -> bool:
         """Most of the time nothing waits or every place is taken, nobody lags and the step is not nearly done: then a
@@ -353,7 +353,8 @@ class ControlPlane:
                 self.episodes.begin(group)
 
     def _obey(self, commands: Iterable[Command]) -> int:
-        """Carry the commands out. How many trajectories were placed."""
+        """Carry the commands out. How many trajectories were placed, and how many instances pull that did not."""
+        pulls = 0
         submitted: dict[str, list[Trajectory]] = {}
         interrupted: dict[str, list[Trajectory]] = {}
         for command in commands:
@@ -370,6 +371,7 @@ class ControlPlane:
                     if isinstance(command, Truncate):
                         self.reports.truncating.add(name)
                 case Pull(instance, version):
+                    pulls += self.members[instance].pulling != version
                     self.members[instance].pull(version)
                     self.watch.gauge.pull_began(instance, self._now())
                 case Abort(name, why):
@@ -379,7 +381,7 @@ class ControlPlane:
             self.members[instance].interrupt(trajectories)
         for instance, trajectories in submitted.items():
             self.members[instance].submit(trajectories, [self.server.work(each) for each in trajectories])
-        return sum(map(len, submitted.values()))
+        return pulls + sum(map(len, submitted.values()))
 
     def _not_scored(self, trajectory: Trajectory, why: str) -> None:
         """Its prompt gets one more chance: a reward that fails twice for one problem will fail again."""

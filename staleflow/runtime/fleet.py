@@ -6,7 +6,8 @@ state), so a decision never forgets what was decided a moment ago, however late 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,9 @@ from staleflow.types import Drop, Fence, PullWeights, Return, Submit, Work
 
 ALL_S = 10.0
 """Contexts grow while nothing happens: after this time every row of the table is written again."""
+MOST_ROWS = 512
+"""Rows that reports leave for the next decision to write, and that are written again in one for their age. Beyond that
+each report writes one: with thousands of instances a decision would otherwise be hardly anything else."""
 
 
 @dataclass(slots=True)
@@ -165,7 +169,7 @@ class Member:
 
 
 class FleetTable:
-    """All members as one table; a refresh writes only the rows that have changed."""
+    """All members as one table; a refresh writes only the rows that have changed, and a bounded number of them."""
 
     def __init__(self, members: Sequence[Member], cost: CostModel, headroom: int) -> None:
         self.members = list(members)
@@ -176,6 +180,14 @@ class FleetTable:
         self._cost = cost
         self._headroom = headroom
         self._all_at = 0.0
+        self._began: float | None = None
+        """When all rows were first written."""
+        self._again = 0
+        """Rows looked at since then for their age, in turn."""
+        self._fresh = bytearray(len(self.members))
+        """Whether a row has been written since its last turn."""
+        self._reported: deque[int] = deque()
+        """Rows to be written because of a report."""
         self.places = [0] * len(self.members)
         """How many more each could run."""
         self.waiting = [0] * len(self.members)
@@ -186,16 +198,46 @@ class FleetTable:
         """How far the cost model is off, on average over the instances, by their latest measured steps."""
         return float(np.abs(1 / self.fleet.speed - 1).mean()) if self.members else 0.0
 
+    def reported(self, member: Member) -> None:
+        """The instance has said something: its row is to be written before the next decision."""
+        if not member.touched:
+            member.touched = True
+            self._reported.append(self.rows[member.name])
+            if len(self._reported) > MOST_ROWS:
+                self._write(self._reported.popleft())
+
     def refresh(self, now: float) -> Fleet:
         """Rows of members that something happened to; from time to time, all of them."""
-        everyone = now >= self._all_at
-        if everyone:
-            self._all_at = now + ALL_S
+        for row in self._old(now):
+            self._write(row)
+            self._fresh[row] = 0
         for row, member in enumerate(self.members):
-            if everyone or member.touched:
-                heard = member.port.heard()
-                running = member.write(row, self._cells, heard, self._cost, self._headroom)
-                self.places[row] = max(0, member.max_running - running) if member.open else 0
-                self.waiting[row] = heard.state.waiting
-                member.touched = False
+            if member.touched:
+                self._write(row)
+        self._reported.clear()
         return self.fleet
+
+    def _old(self, now: float) -> Iterable[int]:
+        """Rows to be written again because contexts have grown: all at a time, or in turn where there are many."""
+        size = len(self.members)
+        if self._began is None or size <= MOST_ROWS:
+            if now < self._all_at:
+                return ()
+            self._began, self._all_at = now, now + ALL_S
+            return range(size)
+        due = min(self._again + MOST_ROWS, int(size * (now - self._began) / ALL_S))
+        turn = [each % size for each in range(self._again, due)]
+        self._again = max(self._again, due)
+        old = [row for row in turn if not self._fresh[row]]
+        for row in turn:
+            self._fresh[row] = 0
+        return old
+
+    def _write(self, row: int) -> None:
+        member = self.members[row]
+        heard = member.port.heard()
+        running = member.write(row, self._cells, heard, self._cost, self._headroom)
+        self.places[row] = max(0, member.max_running - running) if member.open else 0
+        self.waiting[row] = heard.state.waiting
+        self._fresh[row] = 1
+        member.touched = False

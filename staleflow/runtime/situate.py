@@ -8,10 +8,12 @@ situation = watch.situation(now)
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
+from itertools import islice
 
 import numpy as np
 
 from staleflow.coordinator.cost import CostModel
+from staleflow.coordinator.routing import most_routes
 from staleflow.coordinator.situation import Pace, Queued, Resident, Situation
 from staleflow.coordinator.strategies import Strategies
 from staleflow.protocol import Ledger
@@ -28,6 +30,8 @@ LEVELLING_S = 5.0
 """Where versions come faster than this, nothing is levelled: what moves waits for a decision or two."""
 MOST_MOVABLE = 8
 """The largest trajectories of an instance that levelling may choose from: with more of them it is even enough."""
+MOST_THRASHING = 2048
+"""Trajectories without memory that one decision looks at, and no more than twice as many as it places."""
 MOST_SOURCES = 512
 """The instances with the most context that levelling may take from: it moves half as many trajectories at a time."""
 
@@ -183,6 +187,13 @@ class Watch:
         """There are other instances than before."""
         self._table = None
 
+    def reported(self, member: Member) -> None:
+        """The instance has said something."""
+        if self._table is not None:
+            self._table.reported(member)
+        else:
+            member.touched = True
+
     @property
     def table(self) -> FleetTable:
         if self._table is None:
@@ -219,7 +230,7 @@ class Watch:
             batch_size=ledger.batch_size,
             pace=pace,
             blockers=blockers(server, table.rows, blocking.groups),
-            thrashing=thrashing(table) if any(table.waiting) else [],
+            thrashing=thrashing(table, self.routed) if any(table.waiting) else [],
             movable=movable(table, ledger.version, pace.step_s) if strategies.migration == "gain" else [],
             blocked_since=blocking.since,
             turn=self.routed,
@@ -234,13 +245,20 @@ def blockers(server: TrajectoryServer, rows: dict[str, int], names: Sequence[str
     return [resident(each, rows) for group in groups for each in group.members if each.instance in rows]
 
 
-def thrashing(table: FleetTable) -> list[Resident]:
-    """The latest arrivals on instances that hold more than they have KV memory for."""
+def thrashing(table: FleetTable, turn: int) -> list[Resident]:
+    """The latest arrivals on instances that hold more than they have KV memory for. Where there are too many to look
+    at, from one of these instances on that ``turn`` stands for, so that each has its turn."""
     found: list[Resident] = []
-    for row in np.flatnonzero(table.fleet.waiting * table.fleet.alive):
-        waiting = int(table.fleet.waiting[row])
-        latest = list(table.members[row].residents.values())[-waiting:]
-        found += [resident(each, table.rows) for each in reversed(latest) if each.state == "running"]
+    waiting = table.fleet.waiting * table.fleet.alive
+    rows = np.flatnonzero(waiting)
+    most = min(MOST_THRASHING, 2 * most_routes(len(table.members)))
+    if waiting.sum() > most:
+        rows = np.roll(rows, -(turn % len(rows)))
+    for row in rows.tolist():
+        if len(found) >= most:
+            break
+        latest = islice(reversed(table.members[row].residents.values()), int(waiting[row]))
+        found += [resident(each, table.rows) for each in latest if each.state == "running"]
     return found
 
 
@@ -256,7 +274,7 @@ def movable(table: FleetTable, newest: int, step_s: float) -> list[Resident]:
     fuller = np.flatnonzero(behind & (fleet.context > fleet.context[behind].mean()))
     if len(fuller) > MOST_SOURCES:
         fuller = np.sort(fuller[np.argsort(-fleet.context[fuller], kind="stable")[:MOST_SOURCES]])
-    for row in fuller:
+    for row in fuller.tolist():
         running = [each for each in table.members[row].residents.values() if each.state == "running"]
         largest = nlargest(MOST_MOVABLE, running, key=lambda each: each.context)
         found += [resident(each, table.rows) for each in largest]

@@ -16,6 +16,7 @@ With ``payloads`` it also holds what the trajectories are made of; without (the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from heapq import nsmallest
 from typing import Any, Protocol
 
 from staleflow.protocol import REDUNDANT, Ledger
@@ -101,7 +102,7 @@ class TrajectoryServer(Book):
             group = trajectory.group
             return group.version or 0, group.prompt, group.attempt
 
-        resuming = sorted(self._resuming.values(), key=age)[:most] if self._resuming else []
+        resuming = nsmallest(most, self._resuming.values(), key=age) if self._resuming else []
         return resuming, self._fresh.values()
 
     @property

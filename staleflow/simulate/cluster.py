@@ -42,6 +42,7 @@ from staleflow.simulate.trainer import SimTrainer, TrainerLink
 from staleflow.simulate.weights import SimWeights
 from staleflow.tasks.task import Problem
 from staleflow.types import TOKEN, Report, TrajectoryNews
+from staleflow.workers.rollout import stream_s
 
 DECISION = "decision"
 NOTHING = Problem("", {})
@@ -320,7 +321,8 @@ class Cluster:
         blocks, limits = setting.kv_tokens // BLOCK, (setting.max_running, setting.prefill_tokens)
         model = Instance(setting.rollout, blocks, BLOCK, *limits, speed)
         engine = SimEngine(model, self._target_of, version=-1, left=self.recorder.left)
-        return self.rollout_kind(name, self.loop, engine, self.weights, self.report)
+        every_s = stream_s(setting.instances)
+        return self.rollout_kind(name, self.loop, engine, self.weights, self.report, every_s)
 
     # What the parts report to the control plane. They look it up each time: it may have been replaced.
 

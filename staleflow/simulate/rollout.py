@@ -25,9 +25,17 @@ HEARTBEAT_S = 10.0
 
 class SimRollout:
     def __init__(
-        self, name: str, loop: VirtualLoop, engine: SimEngine, weights: SimWeights, report: Callable[[Report], None]
+        self,
+        name: str,
+        loop: VirtualLoop,
+        engine: SimEngine,
+        weights: SimWeights,
+        report: Callable[[Report], None],
+        every_s: float = STREAM_S,
     ) -> None:
+        """``every_s``: how often it streams."""
         self.name = name
+        self._every_s = every_s
         self.engine = engine
         self.up = True
         self.gone = False
@@ -93,7 +101,7 @@ class SimRollout:
         return self.worker.held() if self.up else []
 
     def stream(self) -> None:
-        """Send what a worker that streams every ``STREAM_S`` would have sent by now.
+        """Send what a worker that streams now and then (``stream_s``) would have sent by now.
 
         Nobody looks at these tokens unless the worker falls silent or a version is published, so they are sent only
         then.
@@ -104,7 +112,7 @@ class SimRollout:
     def _stream(self) -> None:
         self._work()
         *_, seconds = self.engine.snapshot().step or (1.0,)
-        self.engine.behind = math.ceil((self._loop.now % STREAM_S) / seconds)
+        self.engine.behind = math.ceil((self._loop.now % self._every_s) / seconds)
         report = self.worker.report(everything=True)
         self.engine.behind = 0
         if report is not None:

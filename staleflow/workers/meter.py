@@ -69,12 +69,12 @@ class Meter:
         self._pull_s += self._clock() - began
 
     def report(self, everything: bool, holds: bool = False) -> Report:
-        """The worker's report, with costs. There must be something to report, or ``everything``."""
+        """The worker's report, with costs."""
         now = self._clock()
         reported = sum(count for count, _ in self._ended)
         waited = sum(count * (now - ended) for count, ended in self._ended)
         costs = Costs(self._cells.drain(), self._pulls, self._pull_s, reported, waited)
         self._pulls, self._pull_s, self._ended = 0, 0.0, []
-        report = self._worker.report(everything, costs, holds)
+        report = self._worker.report(everything, costs, holds, alive=True)
         assert report is not None
         return report

@@ -98,7 +98,7 @@ def _weights(setup: Setup, link: Link) -> LazyWeights | MirroredWeights:
 def _instance(setup: Setup, link: Link) -> Any:
     from staleflow.config import load
     from staleflow.tasks.opening import stop_tokens
-    from staleflow.workers.rollout import Requests, RolloutWorker, serve
+    from staleflow.workers.rollout import Requests, RolloutWorker, serve, stream_s
 
     config = load(str(Path(setup.run) / "config.yaml"), [])
     requests = Requests(config.sampling(stop_tokens(Path(setup.model))), config.seed)
@@ -106,7 +106,8 @@ def _instance(setup: Setup, link: Link) -> Any:
     parts = setup.name, _engine(setup, config), weights, requests, setup.incarnation
     worker = RolloutWorker(*parts, before_pull=weights.wait_for)
     link.send(Ready(-1))
-    return _then_close(weights, lambda: serve(worker, link))
+    every_s = stream_s(config.rollout.instances)
+    return _then_close(weights, lambda: serve(worker, link, every_s=every_s))
 
 
 def _then_close(weights: LazyWeights | MirroredWeights, serve: Callable[[], None]) -> Callable[[], None]:

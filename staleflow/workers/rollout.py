@@ -56,6 +56,10 @@ TICK_S = 0.06
 finishes meanwhile is reported together, and all instances report at about the same time."""
 STREAM_S = 2.0
 """How often the tokens of unfinished trajectories are reported: a crash loses only younger ones."""
+STREAMING = 1024
+"""Instances that report them as often as that. More of them report as much as these, all together: it is what fills the
+core of a control plane first. That they are alive, and how full, all of them say as often as before."""
+LONGEST_STREAM_S = 20.0
 IDLE_S = 2.0
 """How often an instance without work reports that it is alive."""
 NO_COSTS = Costs()
@@ -174,10 +178,12 @@ class RolloutWorker:
                 self._failed.append(failed)
         return output
 
-    def report(self, everything: bool = False, costs: Costs = NO_COSTS, holds: bool = False) -> Report | None:
+    def report(
+        self, everything: bool = False, costs: Costs = NO_COSTS, holds: bool = False, alive: bool = False
+    ) -> Report | None:
         """Urgent news; with ``everything``, also new tokens of unfinished trajectories and the state; with ``holds``,
-        also which trajectories are here. None: no news."""
-        if not (everything or self.urgent):
+        also which trajectories are here. None: no news, unless it is to say that it is ``alive``."""
+        if not (everything or alive or self.urgent):
             return None
         pulled = self._pulled
         progress: list[TrajectoryNews] = []
@@ -247,20 +253,28 @@ def draw_seed(seed: int, trajectory: str) -> int:
     return digest("draw", seed, trajectory) >> 1
 
 
-def serve(worker: RolloutWorker, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
-    """Work until ``Stop`` comes, or until there is no control plane any more."""
+def stream_s(instances: int) -> float:
+    """How often each of so many instances reports the tokens of unfinished trajectories."""
+    return min(LONGEST_STREAM_S, STREAM_S * max(1.0, instances / STREAMING))
+
+
+def serve(
+    worker: RolloutWorker, link: Link, clock: Callable[[], float] = time.monotonic, every_s: float = STREAM_S
+) -> None:
+    """Work until ``Stop`` comes, or until there is no control plane any more. ``every_s``: between two reports of
+    tokens of unfinished trajectories."""
     engine, meter = worker.engine, Meter(worker, clock)
-    reported_in, streamed_at = 0.0, clock()
-    everything = True  # the first report says how much room there is
+    reported_in, said_at, streamed_at = 0.0, clock(), clock()
+    everything, alive = True, True  # the first report says how much room there is
     asked = False
     """By a control plane that has taken over."""
     try:
         while True:
             tick = clock() // TICK_S
-            if everything or (worker.urgent and (tick > reported_in or not engine.busy)):
+            if everything or alive or (worker.urgent and (tick > reported_in or not engine.busy)):
                 link.send(meter.report(everything, asked))
-                reported_in = tick
-                streamed_at = clock() if everything else streamed_at
+                reported_in, said_at = tick, clock()
+                streamed_at = said_at if everything else streamed_at
                 asked = False
             wait = 0.0 if engine.busy else IDLE_S
             for message in link.receive(wait):
@@ -275,6 +289,7 @@ def serve(worker: RolloutWorker, link: Link, clock: Callable[[], float] = time.m
                     meter.pull()
             if engine.busy and not asked:
                 meter.step()
-            everything = asked or clock() - streamed_at >= (STREAM_S if engine.busy else IDLE_S)
+            everything = asked or clock() - streamed_at >= (every_s if engine.busy else IDLE_S)
+            alive = clock() - said_at >= STREAM_S
     except Gone:
         return

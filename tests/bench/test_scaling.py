@@ -38,9 +38,11 @@ def test_the_first_to_be_full_follows_from_the_costs() -> None:
     beside = {"trajectory_us": 100.0, "stream_us": 10.0, "trajectory_bytes": 2_000.0}
     beside |= {"stream_bytes": 500.0, "log_bytes": 100.0}
     end = scaling.saturation(cell, {"bytes_per_trajectory": 1_000.0}, beside)
-    # an instance: half a trajectory of 200 us and ten streams of 10 us a second
-    assert end["instances"]["a core"] == pytest.approx(1 / 200e-6)
-    assert end["of_it_streams"] == pytest.approx(0.5)
+    # an instance: half a trajectory of 200 us a second; all of them: the streams of 1,024 that send ten of 10 us each
+    streams = 1_024 * 10 * 10e-6
+    assert end["instances"]["a core"] == pytest.approx((1 - streams) / 100e-6, rel=1e-3)
+    assert end["of_it_streams"] == pytest.approx(streams, rel=1e-3)
     assert end["instances"]["the network"] == pytest.approx(scaling.LINK / 6_000)
-    assert end["instances"]["the trainer's link"] == pytest.approx(8 * 100 * scaling.TRAINER_LINK / scaling.WEIGHTS)
+    seconds = scaling.MOST_SENDING * scaling.WEIGHTS / scaling.NODE_LINK
+    assert [scaling.spread_s(nodes) / seconds for nodes in (2, 8, 26, 80, 81)] == pytest.approx([1, 2, 3, 4, 5])
     assert end["first"] == min(end["instances"], key=end["instances"].get)

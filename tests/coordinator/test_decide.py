@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,3 +106,33 @@ def test_no_deadlock_an_idle_instance_works_or_pulls_whenever_something_could_st
         after = [instance(v.name, one.newest if v.name in pulled else v.version) for v in views]
         second = decide(replace(one, fleet=situation(after).fleet), strategies).commands
         assert any(isinstance(each, Route) for each in second)
+
+
+@given(random_situations(), ANY, st.integers(1, 3))
+def test_a_version_is_pulled_in_parts_and_nothing_is_sent_to_those_whose_pull_comes_later(
+    case: tuple[Situation, StalenessLedger], strategies: Strategies, most: int
+) -> None:
+    """It would be of the older version that they hold until then."""
+    one, _ = case
+    everyone = {each.instance for each in decide(one, strategies).commands if isinstance(each, Pull)}
+    with patch("staleflow.coordinator.decide.MOST_PULLS", most):
+        decision = decide(one, strategies)
+    pulls = [each.instance for each in decision.commands if isinstance(each, Pull)]
+    assert len(pulls) == min(most, len(everyone))
+    later = everyone - set(pulls)
+    assert decision.cut == bool(later)
+    assert not any(isinstance(each, Route) and each.instance in later for each in decision.commands)
+
+
+def test_parts_of_a_pull_end_with_every_instance_on_the_new_version() -> None:
+    one = situation([instance(f"i{row}", 0) for row in range(7)], fresh("f", 500), {0: 1, 1: 1}, newest=1)
+    cuts: list[bool] = []
+    with patch("staleflow.coordinator.decide.MOST_PULLS", 3):
+        while (one.fleet.version < 1).any():
+            decision = decide(one, Strategies())
+            cuts.append(decision.cut)
+            for each in decision.commands:
+                if isinstance(each, Pull):
+                    row = one.fleet.names.index(each.instance)
+                    one.fleet.version[row], one.fleet.pulling[row] = each.version, True
+    assert cuts == [True, True, False]

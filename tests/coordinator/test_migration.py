@@ -1,11 +1,15 @@
 """Migration: relief and shorter tails, without breaking the bound or moving for nothing."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from staleflow.coordinator.migration import MOST_MOVES
+from staleflow.coordinator.routing import most_routes
 from staleflow.coordinator.situation import Interrupt, Pace, Resident, Situation
 from staleflow.coordinator.strategies import MIGRATION, Strategies
 from staleflow.protocol import StalenessLedger
@@ -122,3 +126,57 @@ def test_every_interrupt_has_somewhere_to_go(case: tuple[Situation, StalenessLed
         able = fleet.alive & (fleet.version >= who.version) & (fleet.kv_free >= who.context + ON.headroom)
         able[who.instance] = False
         assert able.any()
+
+
+def test_what_is_relieved_in_one_decision_can_be_placed_again_in_one() -> None:
+    """With 10,000 instances more came back in each decision than the next one could place."""
+    late = [resident(f"t{at}")._replace(instance=at) for at in range(40)]
+    views = [instance(f"full{at}", waiting=1, kv_free=0) for at in range(40)]
+    one = situation([*views, *[instance(f"free{at}") for at in range(40)]], thrashing=late)
+    assert len(decided(MIGRATION, one, ON)) == 40
+    with patch("staleflow.coordinator.routing.MOST_LOOKS", 80 * 20):
+        assert len(decided(MIGRATION, one, ON)) == most_routes(80) // 2 == 10
+
+
+def looked_at_one_by_one(one: Situation, strategies: Strategies) -> list[Interrupt]:
+    """Relief as it is meant: for each that waits, the most free of all instances that could take it."""
+    fleet, found = one.fleet.copy(), list[Interrupt]()
+    excess = fleet.waiting.copy()
+    for each in one.thrashing:
+        if excess[each.instance] <= 0 or each.moves >= strategies.max_moves:
+            continue
+        able = fleet.alive & (fleet.version >= each.version) & (fleet.waiting == 0)
+        able &= (fleet.running < fleet.max_running) & (fleet.kv_free >= each.context + strategies.headroom)
+        able[each.instance] = False
+        if able.any():
+            fleet.place(int(np.where(able, fleet.kv_free, -1).argmax()), each.context, strategies.headroom)
+            excess[each.instance] -= 1
+            found.append(Interrupt(each.trajectory, fleet.names[each.instance], "thrashing"))
+    return found
+
+
+@given(st.data())
+def test_relief_ranks_instances_as_if_all_were_looked_at_for_each_trajectory(data: st.DataObject) -> None:
+    few = st.integers(0, 3)
+    views = [
+        instance(
+            f"i{row}",
+            data.draw(few),
+            kv_free=1_000 * data.draw(st.integers(0, 6)),
+            running=data.draw(few),
+            waiting=max(0, data.draw(few) - 1),
+            max_running=4,
+            alive=data.draw(st.booleans()),
+        )
+        for row in range(data.draw(st.integers(1, 8)))
+    ]
+    waiting = [
+        replaced(f"t{at}", data.draw(st.integers(0, len(views) - 1)), data.draw(few), 700 * data.draw(few))
+        for at in range(data.draw(st.integers(0, 12)))
+    ]
+    one = situation(views, thrashing=waiting)
+    assert decided(MIGRATION, one, ON) == looked_at_one_by_one(one, ON)
+
+
+def replaced(name: str, row: int, version: int, context: int) -> Resident:
+    return resident(name, version, context)._replace(instance=row)

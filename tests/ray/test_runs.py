@@ -142,7 +142,10 @@ def test_nodes_die_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_ray_job_submit(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("nodes")
+def test_a_job_can_be_submitted_while_another_cluster_is_on_the_machine(tmp_path: Path) -> None:
+    """All agents of a machine listen at one port of the loopback address, unless they are told otherwise. The second
+    one gave up, and the cluster took no jobs."""
     with Nodes(head_cpus=8, dashboard=True) as nodes:
         words = [*SETTINGS, "steps=3", f"runs={tmp_path}", "--json"]
         command = [sys.executable, "-m", "staleflow", "train", *words]

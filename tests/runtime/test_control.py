@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from staleflow.coordinator import routing
+from staleflow.coordinator import decide, routing
 from staleflow.coordinator.decide import Decision
+from staleflow.coordinator.situation import Pull
 from staleflow.runtime import control
 from staleflow.runtime.control import StalledError
 from staleflow.runtime.situate import MOST_QUEUED
@@ -243,3 +244,19 @@ def test_one_cycle_draws_no_more_prompts_than_one_decision_looks_at() -> None:
     cluster.control.on_decision = look
     cluster.run()
     assert 0 < most <= MOST_QUEUED // 16
+
+
+def test_a_version_is_pulled_by_decisions_of_bounded_size_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decide, "MOST_PULLS", 3)
+    cluster = cluster_of(replace(SMALL, instances=8))
+    pulls = dict[tuple[float, int], list[int]]()
+
+    def look(now: float, decision: Decision) -> None:
+        versions = Counter(each.version for each in decision.commands if isinstance(each, Pull))
+        for version, count in versions.items():
+            pulls.setdefault((now, version), []).append(count)
+
+    cluster.on_decision = look
+    finish(cluster)
+    assert [3, 3, 2] in pulls.values(), "all pull at once, three in a decision"
+    assert max(count for counts in pulls.values() for count in counts) == 3

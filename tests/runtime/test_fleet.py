@@ -1,8 +1,11 @@
 """The speculative state: a command counts from the moment it is given, and only once."""
 
+from unittest.mock import patch
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from staleflow.coordinator.situation import COLUMNS
 from staleflow.runtime.fleet import ALL_S, FleetTable, Member
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.types import Fence
@@ -156,3 +159,62 @@ def test_a_dead_instance_is_in_the_table_but_not_alive() -> None:
     assert table.refresh(0.0).alive[0]
     one.alive, one.touched = False, True
     assert not table.refresh(1.0).alive[0]
+
+
+happenings = st.lists(st.tuples(st.sampled_from(["report", "submit", "pull", "lost", "look"]), st.integers(0, 5)))
+
+
+@settings(derandomize=True, deadline=None)
+@given(happenings, st.integers(1, 4))
+def test_a_refresh_of_bounded_size_hides_nothing_that_was_said_or_decided(
+    happened: list[tuple[str, int]], most: int
+) -> None:
+    """Whatever the reports had to write before it, because there were too many of them for one decision."""
+    ports = [FakeInstance(f"i{row}") for row in range(6)]
+    members = [Member(port, 1, version=0) for port in ports]
+    with patch("staleflow.runtime.fleet.MOST_ROWS", most):
+        table = FleetTable(members, COST, HEADROOM)
+        table.refresh(0.0)
+        decided = set[int]()
+        for at, (what, row) in enumerate([*happened, ("look", 0)]):
+            one, port = members[row], ports[row]
+            if what == "report":
+                number = one.number  # it has heard every command
+                running, context = len(one.residents), sum(each.context for each in one.residents.values())
+                apply(port, Fence(1, 0, number), running, context)
+                table.reported(one)
+            elif what == "look":
+                before = sum(port.looked for port in ports)
+                shown = table.refresh(0.0)
+                assert sum(port.looked for port in ports) - before <= most + len(decided)
+                decided = set[int]()
+                whole = FleetTable(members, COST, HEADROOM).refresh(0.0)
+                for column in COLUMNS:
+                    assert getattr(shown, column).tolist() == getattr(whole, column).tolist()
+            else:
+                decided.add(row)
+                if what == "submit":
+                    one.submit(trajectories(100 + at, first=at), [])
+                elif what == "pull":
+                    one.pull(at)
+                else:
+                    one.alive, one.touched = False, True
+
+
+def test_rows_of_a_large_fleet_are_written_again_in_turn_within_the_time_for_all() -> None:
+    ports = [FakeInstance(f"i{row}") for row in range(10)]
+    members = [Member(port, 1, version=0) for port in ports]
+    with patch("staleflow.runtime.fleet.MOST_ROWS", 4):
+        table = FleetTable(members, COST, HEADROOM)
+        table.refresh(100.0)
+        for tick in range(1, 11):
+            before = sum(port.looked for port in ports)
+            table.refresh(100.0 + tick * ALL_S / 10)
+            assert sum(port.looked for port in ports) - before <= 4
+        assert [port.looked for port in ports] == [2] * 10
+        for row in (3, 7):
+            table.reported(members[row])
+        table.refresh(100.0 + ALL_S)
+        for tick in range(11, 21):
+            table.refresh(100.0 + tick * ALL_S / 10)
+    assert [port.looked for port in ports] == [3] * 10, "those two were read when they said something"

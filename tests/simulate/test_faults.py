@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from bench.chaos_simulated import run, setting_of
+from staleflow.coordinator import decide, migration, routing
+from staleflow.runtime import control, fleet, situate
 
 
 @pytest.mark.parametrize("first", range(3000, 3100, 50))
@@ -37,3 +39,19 @@ def test_instances_that_join_and_leave_cost_no_token(seed: int) -> None:
     cluster = run(seed, count=8, setting=lossless, names=names)
     assert not cluster.recorder.wasted
     assert len(cluster.rollouts) > lossless.instances or cluster.leaving
+
+
+@pytest.mark.parametrize("first", range(6000, 6100, 50))
+def test_decisions_that_are_cut_short_break_no_promise(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with thousands of instances, where one decision does not do all that there is to do."""
+    for module, name, most in (
+        (decide, "MOST_PULLS", 1),
+        (fleet, "MOST_ROWS", 1),
+        (migration, "MOST_RELIEVED", 1),
+        (routing, "MOST_ROUTES", 3),
+        (control, "MOST_ROUTES", 3),
+        (situate, "MOST_THRASHING", 2),
+    ):
+        monkeypatch.setattr(module, name, most)
+    for seed in range(first, first + 50):
+        run(seed)

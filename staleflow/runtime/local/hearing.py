@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from staleflow.runtime.local.process import Child
 from staleflow.runtime.local.remote import RemoteInstance
 from staleflow.types import Evaluated, Moved, Pushed, Ready, Report, Saved, Trained
+from staleflow.workers.rollout import stream_s
 
 if TYPE_CHECKING:
     from staleflow.runtime.local.run import LocalRun
@@ -41,7 +42,8 @@ class Hearing:
         port = run.instances.get(child.name)
         if port is None or port.child is not child:
             run.time.count_instances()
-            port = run.instances[child.name] = RemoteInstance(child, child.setup.incarnation)
+            every_s = stream_s(run.config.rollout.instances)
+            port = run.instances[child.name] = RemoteInstance(child, child.setup.incarnation, every_s)
         port.hear(message)
         run.costs.hear(message.costs)
         run.watchdog.done(child.name, "report", now)

@@ -20,8 +20,10 @@ from staleflow.workers.rollout import STREAM_S
 class RemoteInstance:
     """``InstancePort`` of one incarnation of an instance."""
 
-    def __init__(self, child: Child, incarnation: int) -> None:
+    def __init__(self, child: Child, incarnation: int, every_s: float = STREAM_S) -> None:
+        """``every_s``: how often it sends the tokens of unfinished trajectories."""
         self.name = child.name
+        self._every_s = every_s
         self.tokens, self.busy_s = 0, 0.0
         """Generated, and seconds of steps."""
         self._unseen = 0
@@ -50,7 +52,7 @@ class RemoteInstance:
 
     def unseen(self) -> int:
         """Tokens that it has made and not sent, about: they are lost if it is dead."""
-        since_s = min(_now() - self._heard.time, STREAM_S) if self.state.running else 0.0
+        since_s = min(_now() - self._heard.time, self._every_s) if self.state.running else 0.0
         return self._unseen + round(since_s * self.tokens / self.busy_s if self.busy_s else 0.0)
 
     def heard(self) -> Heard:

@@ -7,6 +7,9 @@ Whoever pulls a version first that is not here yet fetches it into the store of 
 they would the trainer's. Only what changed is sent. A version appears when every byte has the checksum that it was
 pushed with: what came torn is fetched again, what came twice is no news. Neither the trainer nor those who pull an
 older version wait. On the trainer's own machine, the store is the trainer's.
+
+Whoever has fetched a version serves it, too. Where more machines ask than the trainer's sends to at a time, it names
+one that has the version; if that one fails, the trainer's is asked again.
 """
 
 import socket
@@ -20,7 +23,18 @@ import torch
 
 from staleflow import tcp
 from staleflow.servers.weights import LocalParameterServer, NoStoreError, WeightsError, reclaim
-from staleflow.servers.weights.serving import ASK, RANGE, answered, fill
+from staleflow.servers.weights.serving import (
+    ASK,
+    COUNT,
+    ELSEWHERE,
+    HAS,
+    LOST,
+    RANGE,
+    WANTS,
+    WeightService,
+    answered,
+    fill,
+)
 
 WAIT_S = 600.0
 """For a version that was announced. Its trainer may have died with its machine, and another makes it again."""
@@ -44,6 +58,10 @@ class MirroredWeights:
         """Called now and then while it waits."""
         self.fetched = 0
         """Bytes, by this object."""
+        self._lost = False
+        """Whether the machine that it was sent to last has failed."""
+        self._service: WeightService | None = None
+        """For other machines, once this object has fetched something."""
 
     def __reduce__(self) -> tuple[type["MirroredWeights"], tuple[str, Path, float, Path | None]]:
         return MirroredWeights, (self._store, self._source, self._wait_s, self._registry)
@@ -68,6 +86,8 @@ class MirroredWeights:
     def close(self) -> None:
         """The last of a machine to leave takes the copy away."""
         self._hang_up()
+        if self._service is not None:
+            self._service.close()
         if self._server is not None:
             self._server.detach()
             reclaim(self._registry)
@@ -93,7 +113,7 @@ class MirroredWeights:
             time.sleep(LOOK_S)
 
     def _fetch(self, source: tcp.Address) -> bool:
-        """Bring this machine to the newest version, unless somebody else here does that now: then False."""
+        """Bring this machine to the newest version. False: somebody else here does that now, or it has to wait."""
         end = self._dialled(source)
         if self.newest() < 0 and self._server is None:
             try:
@@ -103,12 +123,47 @@ class MirroredWeights:
         elif self._server is None or not self._server.take_up():
             return False
         try:
-            end.sendall(ASK.pack(self._server.newest()))
-            if header := answered(end):
-                self.fetched += self._server.push_copy(header, partial(_receive, end)).copied
+            end.sendall(ASK.pack(self._server.newest(), 0, LOST if self._lost else WANTS))
+            self._lost = False
+            version, told = answered(end)
+            if version == ELSEWHERE:
+                if not told:
+                    return False
+                host, _, port = told.decode().partition(" ")
+                if not self._fetch_from(self._server, tcp.Address(host, int(port), source.token)):
+                    self._lost = True
+                    return False
+            elif told:
+                self.fetched += self._server.push_copy(told, partial(_receive, end)).copied
+            if told:
+                self._serve(end, source)
         finally:
             self._server.lay_down()
         return True
+
+    def _fetch_from(self, server: LocalParameterServer, peer: tcp.Address) -> bool:
+        """From another machine that is no trainer's. Whether it came."""
+        try:
+            with tcp.dial(peer) as end:
+                end.settimeout(SILENT_S)
+                end.sendall(ASK.pack(server.newest(), 0, WANTS))
+                version, header = answered(end)
+                if not header or version == ELSEWHERE:
+                    return False
+                self.fetched += server.push_copy(header, partial(_receive, end)).copied
+        except (OSError, EOFError):
+            return False
+        return True
+
+    def _serve(self, end: socket.socket, source: tcp.Address) -> None:
+        """To others what is here now, at the address that the trainer's machine sees."""
+        assert self._server is not None
+        if self._service is None or self._service.token != source.token:
+            if self._service is not None:
+                self._service.close()
+            host: str = end.getsockname()[0]
+            self._service = WeightService(host, self._store, None, self._registry, source.token)
+        end.sendall(ASK.pack(self._server.newest(), self._service.port, HAS))
 
     def _dialled(self, source: tcp.Address) -> socket.socket:
         if self._link is None or self._link[0] != source:
@@ -124,6 +179,6 @@ class MirroredWeights:
 
 
 def _receive(end: socket.socket, ranges: list[tuple[int, int]], pieces: Iterator[memoryview]) -> None:
-    end.sendall(ASK.pack(len(ranges)) + b"".join(RANGE.pack(*each) for each in ranges))
+    end.sendall(COUNT.pack(len(ranges)) + b"".join(RANGE.pack(*each) for each in ranges))
     for piece in pieces:
         fill(end, piece)
