@@ -89,7 +89,8 @@ def plain(found: dict[str, Any]) -> Any | None:
         and not found.get("rope_scaling")
         and found.get("partial_rotary_factor", 1.0) == 1.0
         and not found.get("use_sliding_window")
-        and "sliding_attention" not in (found.get("layer_types") or ())
+        and isinstance(found.get("layer_types") or [], list)
+        and "sliding_attention" not in (found.get("layer_types") or [])
         and (family != "mistral" or ("sliding_window" in found and found["sliding_window"] is None))
     )
     return SimpleNamespace(**{"head_dim": None} | found | {"rope_parameters": rope}) if said else None

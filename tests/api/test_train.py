@@ -102,7 +102,7 @@ def test_what_is_wrong_is_an_exception_and_leaves_nothing(model: Path, tmp_path:
         sf.train(config, reward=lambda *_: None, data=ROWS)
     with pytest.raises(sf.ConfigError, match=r"give data\.chat=true"):
         sf.train(configured(model, tmp_path, "data.chat=false"), reward="exact-match", data=ROWS)
-    with pytest.raises(sf.ConfigError, match="see staleflow runs"):
+    with pytest.raises(sf.ConfigError, match="staleflow runs lists what is here"):
         sf.train(config, reward="exact-match", data=ROWS, resume=tmp_path / "nowhere")
     assert not (tmp_path / "runs").exists()
 

@@ -76,10 +76,11 @@ def test_what_is_read_without_transformers_is_what_it_reads(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_folder, "plain", lambda _: None)
         theirs = read(found, folder)
-    assert (ours is None) == (theirs is None)
-    if ours is not None and theirs is not None:
-        assert ours._replace(source=None) == theirs._replace(source=None)
-        assert ours.source.rope_parameters == theirs.source.rope_parameters
+    if theirs is None:
+        return  # it also refuses what the engine does not use
+    assert ours is not None
+    assert ours._replace(source=None) == theirs._replace(source=None)
+    assert ours.source.rope_parameters == theirs.source.rope_parameters
 
 
 @pytest.mark.parametrize("family", sorted(CLASSES))

@@ -187,6 +187,6 @@ def test_what_cannot_be_shown_is_refused(run: Path, capsys: pytest.CaptureFixtur
     assert "give one of 0 to 1" in refused_command(capsys, "samples", str(run), "--step", "7")
     assert "give 1 or more" in refused_command(capsys, "samples", str(run), "--count", "0")
     assert "leave one out" in refused_command(capsys, "samples", str(run), "--all", "--step", "1")
-    assert "see staleflow runs" in refused_command(capsys, "samples", str(run / "nowhere"))
+    assert "staleflow runs lists what is here" in refused_command(capsys, "samples", str(run / "nowhere"))
     (run / "samples.jsonl").unlink()
     assert "has no samples" in refused_command(capsys, "samples", str(run))
