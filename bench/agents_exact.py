@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import random
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -31,6 +32,9 @@ from staleflow.agents.render import Renderer
 from staleflow.rollout.builtin import TorchEngine
 from staleflow.rollout.options import EngineOptions, Sampling
 from staleflow.types import Row
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from tests.agents.serving import END, Wire
 from tests.tiny_models import save_chat
 

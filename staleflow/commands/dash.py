@@ -34,7 +34,7 @@ MOST_RUNS = 8
 AGAIN_S = 5.0
 END_S = 20.0
 """For the page of ``train --dash`` to end."""
-NICE = 10
+NICE = 19
 """Of that page: where cores are scarce, training comes first."""
 
 
