@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.agents.tools import Done, ToolLimits, run
+from staleflow.agents.tools import Done, ToolLimits, gone, run
 from tests.living import alive
 
 pytestmark = pytest.mark.processes
@@ -87,3 +87,19 @@ def test_a_program_that_is_not_there_says_so() -> None:
     done = asyncio.run(run(["no-such-program"]))
     assert done.code != 0
     assert "no-such-program" in done.output or "No such file" in done.output
+
+
+def test_a_killed_process_is_waited_for_until_it_is_gone() -> None:
+    """On a busy machine it lives on for a moment after the signal; the pool had closed by then."""
+
+    async def main() -> None:
+        child = await asyncio.create_subprocess_exec("sleep", "60")
+        waits = asyncio.ensure_future(gone([child.pid]))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not waits.done()
+        child.kill()
+        await waits
+        assert not alive(child.pid)
+
+    asyncio.run(main())

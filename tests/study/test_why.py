@@ -277,3 +277,9 @@ def test_a_rate_is_not_told_as_a_time() -> None:
         "trainer idle 0.5 s",
         "law step 2 s",
     ]
+
+
+def test_a_trainer_that_works_most_of_the_time_is_what_is_waited_for() -> None:
+    """A run whose trainer worked for 84 % of every step was said to be bound by its tail."""
+    assert binds(Observed(step_s=2.96, train_s=2.48, longest=85.3, mean=23.3)) == "training"
+    assert binds(Observed(step_s=2.96, train_s=2.07, longest=85.3, mean=23.3)) == "tail"
