@@ -6,8 +6,9 @@
 
 Every run is ``staleflow train one-gpu`` with another bound, seed or correction; accuracy is that of greedy answers to
 problems that are held out of training. *arithmetic*: one-digit sums, differences and products. *word problems*: SVAMP,
-*gsm8k*: GSM8K, both with short answers (a number), because that is what a model of this size can learn in minutes. What
-is in the file of results is not run again; what matters most is run first.
+*gsm8k*: GSM8K, both with short answers (a number), because that is what a model of this size can learn in minutes.
+*calculator*: the word problems in turns, with a tool that calculates (``examples/agents/word_calculator.py``). What is
+in the file of results is not run again; what matters most is run first.
 """
 
 import argparse
@@ -41,6 +42,14 @@ TASKS: dict[str, list[str]] = {
         f"data.template={SHORT}", "data.arguments={}", "data.max_prompt_tokens=256", "rollout.max_tokens=24",
         "data.held_out_count=400",
     ],
+    "calculator": [
+        "steps=100", "evaluation.every=20", "evaluation.problems=200", "data.held_out_count=200",
+        "data.source=examples.agents.word_calculator:problems", "data.max_prompt_tokens=320",
+        "data.arguments={path: DATA/word-problems/svamp_test.jsonl}",
+        "environment.play=examples.agents.word_calculator:play", "environment.max_turns=4",
+        "environment.max_given=64", "environment.truncated=train", "rollout.max_tokens=128",
+        "training.learning_rate=2e-5",
+    ],
 }  # fmt: skip
 SMOKE = ["laptop", "steps=4", "evaluation.every=2", "evaluation.problems=8", "groups=4", "group_size=4"]
 COLOURS = {0: "#4c78a8", 1: "#f58518", 2: "#54a24b", 3: "#b279a2", 8: "#e45756"}
@@ -51,10 +60,12 @@ class Kind(NamedTuple):
     bound: int
     seed: int = 0
     correction: str = "truncated"
+    engine: str = "builtin"
 
     @property
     def name(self) -> str:
-        return f"{self.task}, bound {self.bound}, {self.correction}, seed {self.seed}"
+        engine = "" if self.engine == "builtin" else f", {self.engine}"
+        return f"{self.task}, bound {self.bound}, {self.correction}, seed {self.seed}{engine}"
 
 
 def kinds() -> list[Kind]:
@@ -62,12 +73,16 @@ def kinds() -> list[Kind]:
     seeds = [Kind("arithmetic", bound, seed) for seed in (1, 2) for bound in (0, 2, 1, 3, 8)]
     words = [Kind("word problems", bound, seed) for seed in (0, 1, 2) for bound in (0, 2, 8)]
     plain = [Kind("arithmetic", bound, seed, "none") for seed in (0, 1, 2) for bound in (8, 2)]
-    return [*first, *words[:2], *seeds, *words[2:3], Kind("gsm8k", 2), *plain, *words[3:], Kind("gsm8k", 0)]
+    turns = [Kind("calculator", bound) for bound in (2, 0)]
+    vllm = Kind("arithmetic", 2, engine="vllm")
+    rest = [*words[2:3], Kind("gsm8k", 2), *plain, *words[3:], Kind("gsm8k", 0)]
+    return [*first, *words[:2], *seeds, *turns, vllm, *rest]
 
 
 def curve(kind: Kind, runs: Path, data: Path, smoke: bool, alone: bool) -> dict[str, Any]:
     preset, *words = SMOKE if smoke else ["one-gpu", *(word.replace("DATA", str(data)) for word in TASKS[kind.task])]
     words += [*ALWAYS, f"staleness={kind.bound}", f"seed={kind.seed}", f"training.correction={kind.correction}"]
+    words += [f"rollout.engine={kind.engine}"]
     folder = train(runs, kind.name.replace(", ", "-").replace(" ", "_"), preset, words)
     summary = json.loads((folder / "summary.json").read_text())
     keys = ("wall_s", "violations", "max_staleness", "mean_staleness", "staleness_histogram", "rewards")
@@ -77,7 +92,8 @@ def curve(kind: Kind, runs: Path, data: Path, smoke: bool, alone: bool) -> dict[
 
 def picture(rows: Sequence[Mapping[str, Any]], task: str) -> str:
     """Accuracy against steps: a line for each bound, the mean over seeds, with all seeds as dots."""
-    rows = [row for row in rows if row["task"] == task and row["correction"] == "truncated"]
+    usual = task, "truncated", "builtin"
+    rows = [row for row in rows if (row["task"], row["correction"], row.get("engine", "builtin")) == usual]
     last = max(at for row in rows for at, _, _ in row["accuracy"])
     top = max(share for row in rows for _, _, share in row["accuracy"])
     parts = [f'<text x="320" y="16" text-anchor="middle">{task}: held-out accuracy by training step</text>']

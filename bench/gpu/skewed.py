@@ -2,9 +2,10 @@
 
     data.source=bench.gpu.skewed:Prompts reward.function=bench.gpu.skewed:reward rollout.engine=bench.gpu.skewed:engine
 
-Random weights end a response nowhere, so the engine is the built-in one with a limit for each trajectory. The limit is
-a function of its name, so that every bound meets the same lengths: lognormal with a coefficient of variation of 1.5,
-cut at ``longest``. Half of the rewards are 1, by a hash of the response, so that groups teach.
+Random weights end a response nowhere, so the engine is the built-in one (or vLLM: ``vllm_engine``) with a limit for
+each trajectory. The limit is a function of its name, so that every bound meets the same lengths: lognormal with a
+coefficient of variation of 1.5, cut at ``longest``. Half of the rewards are 1, by a hash of the response, so that
+groups teach.
 """
 
 import json
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from staleflow.rollout.builtin import TorchEngine
-from staleflow.rollout.engine import Request
+from staleflow.rollout.engine import Engine, Request
 from staleflow.rollout.options import EngineOptions
 from staleflow.rollout.shapes import SHAPES, write
 from staleflow.tasks.task import Problem, Split, digest
@@ -39,18 +40,33 @@ class SkewedEngine(TorchEngine):
         self._mean, self._longest = mean, longest
 
     def submit(self, requests: Sequence[Request]) -> None:
-        super().submit([self._limited(each) for each in requests])
+        super().submit(limited(requests, self._mean, self._longest))
 
-    def _limited(self, request: Request) -> Request:
+
+def limited(requests: Sequence[Request], mean: int, longest: int) -> list[Request]:
+    def one(request: Request) -> Request:
         trained = request.name.startswith("p")  # an evaluation's are one token
-        tokens = length(request.name, self._mean, self._longest) if trained else 1
+        tokens = length(request.name, mean, longest) if trained else 1
         return replace(request, sampling=replace(request.sampling, max_tokens=tokens, stop_tokens=()))
+
+    return [one(each) for each in requests]
 
 
 def engine(model_folder: str | Path, options: EngineOptions, mean: int = 256, longest: int = 4096) -> SkewedEngine:
     made = SkewedEngine(model_folder, options, mean, longest)
     made.prepare()
     return made
+
+
+def vllm_engine(model_folder: str | Path, options: EngineOptions, mean: int = 256, longest: int = 4096) -> Engine:
+    from staleflow.rollout.vllm.engine import VllmEngine
+    from staleflow.rollout.vllm.start import start
+
+    class SkewedVllm(VllmEngine):
+        def submit(self, requests: Sequence[Request]) -> None:
+            super().submit(limited(requests, mean, longest))
+
+    return SkewedVllm(start(model_folder, options, {}), model_folder, options, version=-1)
 
 
 class Prompts:
@@ -87,8 +103,8 @@ def model(shape: str, folder: Path) -> Path:
     return folder
 
 
-def words(shape: str, folder: Path, mean: int, longest: int, prompt: int) -> list[str]:
-    """The settings of a run with this workload."""
+def words(shape: str, folder: Path, mean: int, longest: int, prompt: int, engine: str = "engine") -> list[str]:
+    """The settings of a run with this workload; ``engine`` is one of the functions above."""
     arguments = f"{{tokens: {prompt}, vocabulary: {SHAPES[shape]['vocab_size']}}}"
     return [
         f"model={model(shape, folder)}",
@@ -97,7 +113,7 @@ def words(shape: str, folder: Path, mean: int, longest: int, prompt: int) -> lis
         "data.chat=false",
         f"data.max_prompt_tokens={prompt}",
         "reward.function=bench.gpu.skewed:reward",
-        "rollout.engine=bench.gpu.skewed:engine",
+        f"rollout.engine=bench.gpu.skewed:{engine}",
         f"rollout.engine_arguments={{mean: {mean}, longest: {longest}}}",
         f"rollout.max_tokens={longest}",
     ]

@@ -2,6 +2,7 @@
 
     python bench/gpu/system.py --output system.json --runs RUNS        # at most 8 minutes; run again to resume
     python bench/gpu/system.py --workload smollm ...                   # SmolLM2-135M as the preset one-gpu has it
+    python bench/gpu/system.py --engine vllm --cells 0-batch 2-stream ...
     python bench/gpu/system.py --smoke                                 # a tiny model on the CPU
 
 *skewed*: Qwen2.5's 0.5 B shape (``--shape``) with random weights; 32 groups of 8, prompts of 128 tokens, responses of a
@@ -32,11 +33,13 @@ STEPS = {"skewed": {0: 8, 1: 12, 2: 16, 3: 16}, "smollm": {0: 30, 1: 40, 2: 40, 
 ALWAYS = ["evaluation.every=0", "evaluation.problems=1", "checkpoints.best=false", "samples=0"]
 
 
-def settings(workload: str, shape: str, folder: Path) -> list[str]:
+def settings(workload: str, shape: str, folder: Path, engine: str) -> list[str]:
     if workload == "smollm":
-        return [*ALWAYS, "training.learning_rate=1e-9", "reward.function=bench.gpu.skewed:reward"]
+        plain = ["training.learning_rate=1e-9", "reward.function=bench.gpu.skewed:reward"]
+        return [*ALWAYS, *plain, f"rollout.engine={engine}"]
     sizes = ["rollout.kv_tokens=524288", "rollout.max_running=512", "training.learning_rate=1e-9"]
-    return [*ALWAYS, *sizes, *skewed.words(shape, folder / shape, mean=256, longest=4096, prompt=128)]
+    own = {"builtin": "engine", "vllm": "vllm_engine"}[engine]
+    return [*ALWAYS, *sizes, *skewed.words(shape, folder / shape, mean=256, longest=4096, prompt=128, engine=own)]
 
 
 def small(folder: Path) -> list[str]:
@@ -86,6 +89,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir()) / "staleflow-system")
     parser.add_argument("--workload", choices=[*STEPS], default="skewed")
     parser.add_argument("--shape", default="qwen-0.5b")
+    parser.add_argument("--engine", choices=("builtin", "vllm"), default="builtin")
     parser.add_argument("--instances", type=int, default=1)
     parser.add_argument("--cells", nargs="+", help="some of the cells, such as 0-batch 2-stream, in this order")
     parser.add_argument("--limit", type=float, default=420, help="seconds after which no run is started")
@@ -94,7 +98,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     results = Results(given.output, given.limit)
     results.head()
     kind = "smoke" if given.smoke else f"skewed {given.shape}" if given.workload == "skewed" else given.workload
-    words = small(given.runs) if given.smoke else settings(given.workload, given.shape, given.runs)
+    kind += "" if given.engine == "builtin" else f" on {given.engine}"
+    words = small(given.runs) if given.smoke else settings(given.workload, given.shape, given.runs, given.engine)
     wanted = [(int(bound), how) for bound, how in (cell.split("-") for cell in given.cells)] if given.cells else CELLS
     for bound, consume in CELLS[1:2] if given.smoke else wanted:
         steps = 5 if given.smoke else STEPS[given.workload][bound]

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 import socket
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from examples.agents.word_calculator import NOTHING, calculated
+from examples.agents.word_calculator import problems as problems_with_a_calculator
 from staleflow.agents.options import Environment
 from staleflow.agents.outcome import Outcome
 from staleflow.agents.pool import EnvironmentPool
@@ -115,6 +118,34 @@ def test_a_tool_runs_in_a_process_with_limits(renderer: Renderer) -> None:
     assert outcome == Outcome("scored", 1.0)
     given = renderer.words.decode(episodes.turns[1][2])
     assert "[tool] 4\n<end>" in given
+
+
+@pytest.mark.parametrize(
+    ("texts", "outcome"),
+    [
+        (["290 - 145 = 9 groups", "so 145"], Outcome("scored", 1.0)),
+        (["145"], Outcome("scored", 1.0)),
+        (["many"], Outcome("scored", 0.0)),
+        (["1 + 1"] * 2, Outcome("truncated", 0.0, why="the episode has had its 2 turns: end it")),
+    ],
+)
+def test_word_problems_are_played_with_a_calculator(
+    renderer: Renderer, texts: list[str], outcome: Outcome, tmp_path: Path
+) -> None:
+    row = {"Body": "290 bananas are in 2 groups.", "Question": "How big is each?", "Answer": 145.0}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    ((prompt, answer),) = (each.values() for each in problems_with_a_calculator(str(tmp_path / "rows.jsonl")))
+    options = Environment("examples.agents.word_calculator:play", max_turns=2)
+    found, episodes = played(renderer, options, texts, prompt, answer=answer)
+    assert found == outcome
+    assert len(episodes.turns) == len(texts)
+    if len(texts) == 2:
+        given = renderer.words.decode(episodes.turns[1][2])
+        assert f"[user] = {calculated(texts[0])}<end>" in given
+
+
+def test_a_calculator_divides_by_all_but_zero() -> None:
+    assert [calculated(each) for each in ("7 / 2", "so 6*-5 = 2", "1 / 0", "nothing")] == ["3.5", "-30", NOTHING, None]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("openenv") is None, reason="needs openenv-core")
