@@ -112,6 +112,28 @@ def test_a_pull_stamps_what_was_made_before_and_loses_no_request(make: Make) -> 
     assert any(before.values())
 
 
+def test_who_waits_for_prefill_only_is_not_said_to_wait(make: Make, kind: Kind) -> None:
+    """Waiting is for memory or a row: an instance that only has to prefill is not too full."""
+    engine = make()
+    engine.submit([request(f"t{at}", prompt=40) for at in range(MAX_RUNNING + 2)])
+    if not kind.payload:
+        engine.step()  # where time is modelled, a command is heard at the end of a step
+    now = engine.snapshot()
+    assert (now.running, now.waiting) == (MAX_RUNNING, 2)
+    assert min(now.context, now.kv_used) >= 40 * MAX_RUNNING
+    assert len(drained(engine)) == MAX_RUNNING + 2
+
+
+def test_who_waits_for_memory_is_said_to_wait(make: Make, kind: Kind) -> None:
+    engine = make()
+    engine.submit([request(name, prompt=120) for name in ("a", "b", "c")])
+    if not kind.payload:
+        engine.step()
+    now = engine.snapshot()
+    assert (now.running, now.waiting) == (2, 1)
+    assert len(drained(engine)) == 3
+
+
 def test_a_pull_of_the_version_that_is_there_changes_nothing(make: Make) -> None:
     engine = make()
     engine.submit([request("a")])

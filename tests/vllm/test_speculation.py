@@ -10,11 +10,13 @@ import pytest
 
 from staleflow.cli import main
 from staleflow.servers.weights import LocalParameterServer
+from tests.conformance.engines import VLLM_DEVICE
 from tests.vllm.test_operations import walk
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+METHOD = "ngram" if VLLM_DEVICE == "cpu" else "ngram_gpu"
+NGRAM = {"method": METHOD, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 """Drafts are what the sequence has said before: right until the next pull, and wrong after it."""
 
 

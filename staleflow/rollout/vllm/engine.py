@@ -9,6 +9,7 @@ output = engine.step()
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -163,17 +164,32 @@ class VllmEngine:
     def snapshot(self) -> InstanceState:
         running, waiting = self._scheduler.get_request_counts()
         requests = self._scheduler.running
+        joining, blocks = self._joining()
         return InstanceState(
             version=self.version,
-            running=running,
-            waiting=waiting,
-            context=sum(request.num_tokens for request in requests),
-            kv_free=self._pool.get_num_free_blocks() * self._block,
+            running=running + len(joining),
+            waiting=waiting - len(joining),
+            context=sum(request.num_tokens for request in (*requests, *joining)),
+            kv_free=(self._pool.get_num_free_blocks() - blocks) * self._block,
             kv_total=(self._pool.num_gpu_blocks - 1) * self._block,  # one is never used
             max_running=self.options.max_running,
             kv_version=min((each.kv_version for each in self._requests.of(requests)), default=self.version),
             step=self._last,
         )
+
+    def _joining(self) -> tuple[list[Any], int]:
+        """Who waits for prefill only: there is a row and memory for them, which is in blocks. Prompts that they share
+        with others are counted as if they did not."""
+        rows = self.options.max_running - len(self._scheduler.running)
+        free, found = self._pool.get_num_free_blocks(), list[Any]()
+        needed = 0
+        for request in islice(self._scheduler.waiting, rows):
+            blocks = -(-request.num_tokens // self._block)
+            if needed + blocks > free:
+                break
+            needed += blocks
+            found.append(request)
+        return found, needed
 
     def close(self) -> None:
         if not self._closed:
