@@ -22,10 +22,12 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 @contextmanager
-def doomed(directory: RunDirectory, model: Path, version: int, after_s: float = 0.0) -> Generator[str]:
+def doomed(
+    directory: RunDirectory, model: Path, version: int, after_s: float = 0.0, checkpoint: str = ""
+) -> Generator[str]:
     """An attempt that is killed, and what it said. What it leaves in shared memory is held: other runs on this machine
     would reclaim it."""
-    what = [str(directory.path), str(model), str(version), str(after_s)]
+    what = [str(directory.path), str(model), str(version), str(after_s), checkpoint]
     command = [sys.executable, "-m", "tests.runtime.local.doomed", *what]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
@@ -52,7 +54,7 @@ def test_bound_0_equals_the_plain_loop_across_deaths_of_the_whole_tree(model: Pa
         assert "continues" not in said
         assert "from shared memory and the journal: no step is made again" in then
     reclaim()  # as another run on the machine would
-    with doomed(directory, model, 7) as said:
+    with doomed(directory, model, 7, checkpoint="step-000005") as said:  # which is written beside the steps
         assert "made again, without decoding, from the base model" in said
     reclaim()
     notes: list[str] = []
