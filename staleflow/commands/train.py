@@ -77,7 +77,8 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(options: argparse.Namespace) -> int:
     """Under a supervisor, which starts another control plane should this one die; not inside somebody's program."""
     if options.is_program and not options.dry_run:
-        return supervised(lambda supervisor: _begun(options, supervisor))
+        resumes = Path(options.resume) if options.resume else None
+        return supervised(lambda supervisor: _begun(options, supervisor), resumes=resumes)
     return run_once(options)
 
 

@@ -5,10 +5,11 @@
 
 ``supervised`` forks. The child returns from it what ``train`` does, as if there were no parent; the parent stays,
 passes signals on, and returns the child's exit code. A child that was killed by a signal (also for want of memory, or
-by a segmentation fault) after it said what it runs is followed by another, and so is one that found the disk full when
-it began. One that ended by itself otherwise, or was asked to stop, is not; one that stands still is named, and
-killed after a minute. The processes of the run wait meanwhile, and the next control plane adopts them. Before the
-control plane listens for signals, and between two of them, a request to stop is a ``KeyboardInterrupt``.
+by a segmentation fault) after it said what it runs, or that was to resume a run, is followed by another, and so is one
+that found the disk full when it began. One that ended by itself otherwise, or was asked to stop, is not; one that
+stands still is named, and killed after a minute. The processes of the run wait meanwhile, and the next control plane
+adopts them. Before the control plane listens for signals, and between two of them, a request to stop is a
+``KeyboardInterrupt``.
 
 If the parent dies, the child stops the run in good order.
 """
@@ -103,7 +104,10 @@ class Supervisor:
         _say(self._tells, LEAVES)
 
 
-def supervised(train: Callable[[Supervisor], int], restarts: Restarts | None = None) -> int:
+def supervised(
+    train: Callable[[Supervisor], int], restarts: Restarts | None = None, resumes: Path | None = None
+) -> int:
+    """``resumes``: the run that is there already; what dies before it has it in hand is followed by another, too."""
     restarts = restarts or Restarts()
     _adopt_orphans()
     run: Path | None = None
@@ -142,13 +146,14 @@ def supervised(train: Callable[[Supervisor], int], restarts: Restarts | None = N
             if code >= 0 or -code in ASKED:
                 break
             deaths.append("stood still" if watch.killed else ending(code))
-            pause_s = restarts.died("control", time.monotonic()) if run is not None else None
+            known = run or resumes
+            pause_s = restarts.died("control", time.monotonic()) if known is not None else None
             if pause_s is None:
-                often = f" {restarts.count('control')} times in {restarts.within_s / 60:g} minutes" if run else ""
-                print(f"staleflow: error: the control plane died{often}: {deaths[-1]}{_again(run)}", file=sys.stderr)
+                often = f" {restarts.count('control')} times in {restarts.within_s / 60:g} minutes" if known else ""
+                print(f"staleflow: error: the control plane died{often}: {deaths[-1]}{_again(known)}", file=sys.stderr)
                 break
             if asks.wait(pause_s):
-                code = _stopped(run)
+                code = _stopped(known)
                 break
     code = code if code >= 0 else 128 - code
     if code > 128 and run is not None:  # by a signal: it has not ended what it started or was to adopt

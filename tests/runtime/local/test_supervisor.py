@@ -135,6 +135,22 @@ def train(supervisor):
     assert starts(tmp_path) == 1
 
 
+def test_one_that_dies_before_it_has_the_run_that_it_resumes_in_hand_is_followed_by_another(tmp_path: Path) -> None:
+    """A control plane killed in the first second of a ``--resume`` ended the run."""
+    train = """
+def train(supervisor):
+    print(supervisor.run, "|", *supervisor.deaths, flush=True)
+    return os.kill(os.getpid(), signal.SIGKILL) if starts() < %d else 0
+
+sys.exit(supervised(train, Restarts(most=2), resumes=here / "run"))
+"""
+    code, out, _ = ended(tmp_path, train % 2)
+    assert (code, out) == (0, "None |\nNone | killed (SIGKILL; out of memory?)\n")
+    code, _, err = ended(tmp_path, "Restarts.started = lambda *_: None\n" + train % 9)
+    assert code == 128 + signal.SIGKILL
+    assert err.strip().endswith(f"continue with: staleflow train --resume {tmp_path / 'run'}")
+
+
 def test_one_that_dies_before_it_runs_anything_is_not_started_again(tmp_path: Path) -> None:
     train = """
 def train(supervisor):
