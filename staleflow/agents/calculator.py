@@ -31,7 +31,7 @@ async def play(task: Problem, model: Model, limits: Limits) -> Outcome:
     try:
         async with limits.agent():
             while calls := (message := await model.chat(messages, TOOLS)).get("tool_calls"):
-                messages += [message, *(_result(call) for call in calls)]
+                messages += [message, *(result(call) for call in calls)]
     except LimitError as error:
         return truncated(0.0, str(error))
     if message.finish_reason == "length":
@@ -39,7 +39,7 @@ async def play(task: Problem, model: Model, limits: Limits) -> Outcome:
     return scored(float(message["content"] == str(task.facts["answer"])))
 
 
-def _result(call: Mapping[str, Any]) -> dict[str, Any]:
+def result(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call["id"], "content": _added(call["function"])}
 
 
