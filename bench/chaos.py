@@ -37,9 +37,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
+import resource
 import signal
 import statistics
 import subprocess
@@ -254,8 +256,16 @@ def durability(repeats: int, folder: Path, results: Results) -> None:
     for repeat in range(len(results.of("durability")) // len(ARMS), repeats):
         for arm, (command, words) in ARMS.items():
             settings = [*LAPTOP, "steps=24", f"seed={repeat}", *words]
+            before = _cpu_s()
             victim = _finished(folder / f"durability-{repeat}", settings, command)
-            results.add("durability", {"arm": arm, "tokens_per_s": victim.summary["trained_tokens_per_s"]})
+            speed, cpu_s = victim.summary["trained_tokens_per_s"], _cpu_s() - before
+            results.add("durability", {"arm": arm, "tokens_per_s": speed, "cpu_s": cpu_s})
+
+
+def _cpu_s() -> float:
+    """Of all processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def short_steps(runs: int, folder: Path, results: Results) -> None:
@@ -360,12 +370,15 @@ def _recovery(kills: list[dict[str, Any]]) -> str:
 
 def _durability(runs: list[dict[str, Any]]) -> str:
     speed = {arm: [each["tokens_per_s"] for each in runs if each["arm"] == arm] for arm in ARMS}
-    rows = ["| laptop preset | trained tokens a second, median | of the last row |", "|---|---|---|"]
-    least = statistics.median(list(speed.values())[-1])
+    cpu = {arm: [each["cpu_s"] for each in runs if each["arm"] == arm and "cpu_s" in each] for arm in ARMS}
+    rows = ["| laptop preset, medians | trained tokens/s | of the last row | CPU of the run, s | of the last row |"]
+    rows.append("|---" * 5 + "|")
+    columns = [
+        {arm: statistics.median(each) if each else math.nan for arm, each in kind.items()} for kind in (speed, cpu)
+    ]
     for arm, each in speed.items():
-        rows.append(
-            f"| {arm} ({len(each)} runs) | {statistics.median(each):,.0f} | {statistics.median(each) / least:.1%} |"
-        )
+        cells = " | ".join(f"{kind[arm]:,.0f} | {kind[arm] / [*kind.values()][-1]:.1%}" for kind in columns)
+        rows.append(f"| {arm} ({len(each)} runs) | {cells} |")
     return "\n".join(rows)
 
 
