@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from staleflow.cli import main
-from staleflow.servers.weights import LocalParameterServer
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from tests.vllm.test_operations import walk
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")

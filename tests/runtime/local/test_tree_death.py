@@ -13,7 +13,8 @@ import pytest
 from staleflow.observe.metrics import read_metrics
 from staleflow.run.directory import RunDirectory
 from staleflow.run.processes import processes
-from staleflow.servers.weights import LocalParameterServer, WeightsError, reclaim, standby_of
+from staleflow.servers.weights import WeightsError, reclaim, standby_of
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from tests.runtime.local.synchronous import train
 from tests.runtime.local.test_run import GROUPS, committed, configured, model, plain, run_once
 
