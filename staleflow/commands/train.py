@@ -26,15 +26,16 @@ from staleflow.config import (
     Config,
     ConfigError,
     Machine,
-    check,
     differences,
     estimate,
     load,
     settled,
     this_machine,
 )
+from staleflow.config.checks import check
 from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
+from staleflow.errors import INTERRUPTED
 from staleflow.files import no_room
 from staleflow.reward.function import BAD_REWARD
 from staleflow.reward.options import Reward
@@ -43,7 +44,7 @@ from staleflow.run.directory import RunDirectory
 from staleflow.run.environment import write_environment
 from staleflow.run.processes import processes
 from staleflow.run.resuming import outlook, prepared, resumable
-from staleflow.runtime.local.supervisor import INTERRUPTED, NO_ROOM, Supervisor, supervised
+from staleflow.runtime.local.supervisor import NO_ROOM, Supervisor, supervised
 from staleflow.servers.database import JournalError
 from staleflow.tasks.task import Problem
 
