@@ -264,8 +264,8 @@ def cpu_s(pid: int) -> float:
 def weights(repeats: int = 7) -> dict[str, float]:
     import torch
 
-    from staleflow.servers.weights import LocalParameterServer
     from staleflow.servers.weights.mirror import MirroredWeights
+    from staleflow.servers.weights.parameter_server import LocalParameterServer
     from staleflow.servers.weights.serving import WeightService
 
     tensors = {f"layer{at}": torch.randn(SIZE // 4 // 20) for at in range(20)}

@@ -24,7 +24,7 @@ from staleflow.rollout.builtin import EngineOptions, TorchEngine
 from staleflow.rollout.engine import Request, Sampling
 from staleflow.rollout.profile import Grid, measure
 from staleflow.rollout.shapes import write
-from staleflow.servers.weights import LocalParameterServer
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 
 CASES = (("qwen-1.5b", 256, 0.70), ("qwen-0.5b", 512, 0.60))
 """Shape, sequences, and the share of the roofline to reach."""

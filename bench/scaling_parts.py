@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from staleflow.protocol import StalenessLedger
+from staleflow.run.opening import LAZY_S
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.fleet import Member
 from staleflow.runtime.ports import Heard
@@ -142,8 +143,6 @@ class Life:
     on a socket; otherwise as under simulation."""
 
     def __init__(self, folder: Path, groups: int, real: bool) -> None:
-        from staleflow.run.opening import LAZY_S  # it loads PyTorch, which nothing else here needs
-
         self.journal = DurableJournal(folder / "journal.db", lazy_s=LAZY_S) if real else None
         payloads = Payloads(Limits(TOKENS, PROMPT, 1_000)) if real else None
         journal = self.journal or MemoryJournal(keep=False)

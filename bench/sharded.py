@@ -31,7 +31,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from staleflow.servers.weights import LocalParameterServer
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from staleflow.training.ranks import meet
 from staleflow.training.sharded import ShardedTrainer
 from staleflow.training.sharded_store import RankedServer

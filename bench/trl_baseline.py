@@ -53,8 +53,9 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from staleflow.tasks import adder
 from staleflow.tasks.adder import Adder
-from staleflow.tasks.base_model import Recipe, base_model
+from staleflow.tasks.base_model import base_model
 from staleflow.tasks.prompts import TaskPrompts
+from staleflow.tasks.recipes import Recipe
 from staleflow.tasks.task import TaskError
 
 INSTALL = "python -m venv /tmp/trl-venv && /tmp/trl-venv/bin/pip install -c constraints.txt -e '.[local]' trl==1.16.0"

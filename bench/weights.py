@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from staleflow.servers.weights import LocalParameterServer
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from staleflow.servers.weights.segments import attach_segment, create_segment, unlink_segment
 
 PULL_TARGET, PUSH_TARGET = 0.8, 0.5
@@ -116,7 +116,7 @@ class Readers:
 
     def __init__(self, count: int, registry: str, elements: dict[str, int], plain: str) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "staleflow.servers.weights"])
+        context.set_forkserver_preload(["torch", "staleflow.servers.weights.parameter_server"])
         barrier = context.Barrier(count)
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []

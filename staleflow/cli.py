@@ -14,8 +14,7 @@ from typing import NoReturn
 from staleflow import __version__, caller
 from staleflow.commands.common import as_setting, refuse
 from staleflow.config.text import one_line
-from staleflow.errors import RunError, StaleFlowError
-from staleflow.runtime.local.supervisor import INTERRUPTED
+from staleflow.errors import INTERRUPTED, RunError, StaleFlowError
 
 COMMANDS = (
     "train", "runs", "dash", "why", "report", "samples", "trace", "scale",

@@ -6,6 +6,9 @@ and end with exit code 2, or 1 if a run got stuck. Anything else is a bug and ke
 
 import signal
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells expect it."""
+
 
 class StaleFlowError(Exception):
     """Base class of all errors that a user can put right."""

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.config import Config, ConfigError, Machine, check, load
+from staleflow.config import Config, ConfigError, Machine, load
+from staleflow.config.checks import check
 from staleflow.config.costs import costs_from_geometry
 from staleflow.config.tracking import TRACKERS
 from staleflow.coordinator.decide import decide

@@ -38,7 +38,7 @@ from bench.gpu.tail import mix
 from staleflow.rollout.engine import Request, Sampling
 from staleflow.rollout.options import EngineOptions
 from staleflow.rollout.shapes import SHAPES, write
-from staleflow.servers.weights import LocalParameterServer
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 
 MOST_S = 400
 """Time limit of a side."""

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from staleflow.rollout.builtin import EngineOptions, TorchEngine
 from staleflow.rollout.engine import Request, Sampling
 from staleflow.rollout.shapes import SHAPES, write
-from staleflow.servers.weights import LocalParameterServer
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from staleflow.training.standby import Standby
 from staleflow.training.trainer import Trainer, TrainerOptions
 from staleflow.types import Feed, Finish, Row

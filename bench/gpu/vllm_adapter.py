@@ -27,7 +27,7 @@ from staleflow.rollout.options import EngineOptions
 from staleflow.rollout.shapes import SHAPES, write
 from staleflow.rollout.vllm.engine import VllmEngine
 from staleflow.rollout.vllm.start import start
-from staleflow.servers.weights import LocalParameterServer
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 
 from vllm.inputs import TokensPrompt  # isort: skip
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # isort: skip

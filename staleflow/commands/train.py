@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,15 +26,16 @@ from staleflow.config import (
     Config,
     ConfigError,
     Machine,
-    check,
     differences,
     estimate,
     load,
     settled,
     this_machine,
 )
+from staleflow.config.checks import check
 from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
+from staleflow.errors import INTERRUPTED
 from staleflow.files import no_room
 from staleflow.reward.function import BAD_REWARD
 from staleflow.reward.options import Reward
@@ -42,7 +44,7 @@ from staleflow.run.directory import RunDirectory
 from staleflow.run.environment import write_environment
 from staleflow.run.processes import processes
 from staleflow.run.resuming import outlook, prepared, resumable
-from staleflow.runtime.local.supervisor import INTERRUPTED, NO_ROOM, Supervisor, supervised
+from staleflow.runtime.local.supervisor import NO_ROOM, Supervisor, supervised
 from staleflow.servers.database import JournalError
 from staleflow.tasks.task import Problem
 
@@ -153,6 +155,8 @@ def train(
     """Everything heavy happens in here. ``held``: until when a new run directory is owned; ``port``: of its page."""
     from staleflow.tasks.opening import first_problem, model_folder, open_source, open_task
 
+    if config.runtime == "local" and find_spec("torch") is None:  # only the processes of the run load it
+        raise ConfigError("PyTorch is not installed: pip install 'staleflow[local]'")
     began = time.monotonic()
     out = sys.stderr if quiet else sys.stdout
     again = supervisor is not None and supervisor.run is not None
@@ -166,7 +170,7 @@ def train(
     source = open_source(config.data, config.seed)
     if tries:
         asyncio.run(try_reward(config.reward, first_problem(source)))
-    say(f"loads PyTorch, then the tokenizer of {config.model}")
+    say(f"loads the tokenizer of {config.model}")
     from staleflow.observe.terminal import TerminalView
     from staleflow.runtime.local.patience import run_patiently
     from staleflow.runtime.local.run import LocalRun

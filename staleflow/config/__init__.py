@@ -1,11 +1,11 @@
 """The configuration of a run: typed, frozen, from a file and ``key=value``, checked before anything heavy is loaded.
 
 config = load("run.yaml", ["staleness=1"])      # what was asked for, or ConfigError in one line
-check(config)                                   # what this machine, the model folder and the data say to it
 print(estimate(config).text())                  # processes and memory
+
+What this machine, the model folder and the data say to it is asked by ``checks``, which most commands do not need.
 """
 
-from staleflow.config.checks import check
 from staleflow.config.cluster import ClusterOptions
 from staleflow.config.loading import load, to_yaml
 from staleflow.config.machine import Machine, this_machine
@@ -35,7 +35,6 @@ __all__ = [
     "Rollout",
     "Strategies",
     "Training",
-    "check",
     "differences",
     "estimate",
     "load",

@@ -21,7 +21,7 @@ import msgspec
 from staleflow.protocol import StalenessLedger
 from staleflow.run.events import Timed
 from staleflow.servers.book import Book, group_name, let_go
-from staleflow.servers.journal import NOTES, Event
+from staleflow.servers.journal import Event
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.state import restore, to_state
 from staleflow.servers.trajectories import TrajectoryServer
@@ -140,8 +140,7 @@ class Replica:
             self.now = time
             if (look := see.get(event[0])) is not None:
                 look(*event[1:])
-            if event[0] not in NOTES:
-                yield event
+            yield event
 
     # What is seen, before the book has applied it
 

@@ -44,6 +44,7 @@ from typing import Any
 from staleflow.config import Config, ConfigError, load, to_yaml
 from staleflow.errors import RunError
 from staleflow.files import write_whole
+from staleflow.servers.weights.segments import StoreRegistry
 
 _JOURNAL = re.compile(r"events(?:-(\d+))?\.db")
 
@@ -130,8 +131,6 @@ class RunDirectory:
     @property
     def socket(self) -> Path:
         """Where its processes find the control plane: beside the weights, since a socket's path must be short."""
-        from staleflow.servers.weights.segments import StoreRegistry  # loads PyTorch
-
         return StoreRegistry(None).folder / f"{self._which}.sock"
 
     @property

@@ -79,19 +79,26 @@ class EventReader:
     def __init__(self, directory: RunDirectory, place: Place | None = None) -> None:
         self._directory = directory
         self.place = place or Place()
+        self.behind = 0
+        """Events that were there at the last reading and have not been read."""
 
     def read(self, rows: int = ROWS) -> list[Timed]:
         """The next events, at most of ``rows`` transactions. Empty: there are none yet, or a new journal has begun
         (``place.journal`` has changed)."""
-        if (newest := max(self._directory.journals, default=0)) != self.place.journal:
+        newest, self.behind = max(self._directory.journals, default=0), 0
+        begun = newest != self.place.journal
+        if begun:
             self.place = Place(newest)
-            return []
         if not newest:
             return []
         with closing(_open(self._directory, newest)) as db:
+            if begun:
+                self.behind = _end(db)
+                return []
             found = db.execute(
                 "SELECT last, body FROM log WHERE last > ? ORDER BY last LIMIT ?", (self.place.position, rows)
             ).fetchall()
+            end = _end(db) if len(found) == rows else 0  # otherwise that was all
         time, events = self.place.time, list[Timed]()
         for _, body in found:
             for event in cast(list[Any], _decode(body)):
@@ -101,16 +108,8 @@ class EventReader:
                     events.append(Timed(time, frozen(event)))
         if found:
             self.place = Place(newest, found[-1][0], time)
+        self.behind = max(0, end - self.place.position)
         return events
-
-    @property
-    def behind(self) -> int:
-        """Events that have not been read."""
-        if not (newest := max(self._directory.journals, default=0)):
-            return 0
-        with closing(_open(self._directory, newest)) as db:
-            last = db.execute("SELECT max(last) FROM log").fetchone()[0] or 0
-        return last - (self.place.position if newest == self.place.journal else 0)
 
 
 def read_events(
@@ -187,6 +186,10 @@ def _whole_number(body: bytes, at: int) -> int:
 def _open(directory: RunDirectory, number: int) -> sqlite3.Connection:
     path = directory.journal(number)
     return sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0)
+
+
+def _end(db: sqlite3.Connection) -> int:
+    return db.execute("SELECT max(last) FROM log").fetchone()[0] or 0
 
 
 def _words(name: str) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,9 +25,11 @@ import numpy as np
 from staleflow.observe.metrics import MetricsLog
 from staleflow.run.bounded_log import MOST_BYTES, older, read_lines
 from staleflow.servers.lifecycle import TRAINED, Group, Trajectory
-from staleflow.tasks.opening import TaskSet
 from staleflow.tasks.task import Prompt
 from staleflow.types import TOKEN, Spans
+
+if TYPE_CHECKING:
+    from staleflow.tasks.opening import TaskSet
 
 MOST_TEXT = 16_384
 """Characters of a prompt or a response."""

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from staleflow.run.directory import RunDirectory
-from staleflow.servers.weights import LocalParameterServer, WeightsError, standby_of
+from staleflow.servers.weights import WeightsError, standby_of
 from staleflow.servers.weights.segments import StoreRegistry
 from staleflow.training.fed import note_of
 
@@ -21,6 +21,8 @@ LOOK_S = 0.1
 
 def left_behind(directory: RunDirectory, registry: Path | None = None, wait_s: float = WAIT_S) -> int:
     """Every byte is read, and compared with its checksum."""
+    from staleflow.servers.weights.parameter_server import LocalParameterServer  # loads PyTorch
+
     names = directory.store, standby_of(directory.store)
     folder = StoreRegistry(registry)
     until = time.monotonic() + wait_s

@@ -83,14 +83,15 @@ class Book:
         for event in events:
             if event[0] not in NOTES:
                 self._apply(event)
-                self._dropped.clear()
-                self._tell()
+                if self._dropped:
+                    self._dropped.clear()
+                if self._news:
+                    self._tell()
 
     def _tell(self) -> None:
-        if self._news:
-            news, self._news = self._news, []
-            for tell in news:
-                tell()
+        news, self._news = self._news, []
+        for tell in news:
+            tell()
 
     def _apply(self, event: Event) -> None:
         self._handlers[event[0]](*event[1:])

@@ -406,4 +406,6 @@ def _one_transaction(queue: list[_Append | _Snapshot]) -> int:
 
 def frozen(value: Any) -> Any:
     """The decoder's lists as the tuples they were."""
-    return tuple(map(frozen, cast(list[Any], value))) if type(value) is list else value
+    if type(value) is not list:
+        return value
+    return tuple([frozen(each) if type(each) is list else each for each in cast("list[Any]", value)])

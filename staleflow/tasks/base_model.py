@@ -2,23 +2,21 @@
 
 ``base_model`` gives a folder in Hugging Face format (``config.json``, ``model.safetensors``, ``tokenizer.json``). The
 first call trains it, for a fixed number of steps on one thread, so the same recipe gives the same weights on the same
-machine; later calls find it. The folder is named after a hash of everything that shapes the weights, and appears by one
-rename: an interrupted warm start leaves nothing that could be taken for a model::
+machine; later calls find it. The folder is named after the recipe (``recipes``), and appears by one rename: an
+interrupted warm start leaves nothing that could be taken for a model::
 
     folder = base_model("cache", Recipe(seed=0))
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -28,39 +26,13 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from staleflow.tasks import adder
-from staleflow.tasks.adder import Adder, Shape, Teacher, respond
+from staleflow.tasks.adder import Adder, Shape, respond
 from staleflow.tasks.folders import made_once
+from staleflow.tasks.recipes import Recipe
 from staleflow.tasks.task import Problem
 
-FORMAT = 1
-"""Raise it when code below changes what a recipe makes."""
 IGNORED = -100
 Example = tuple[Problem, list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Everything that shapes the weights."""
-
-    seed: int = 0
-    steps: int = 1000
-    batch: int = 16
-    learning_rate: float = 2.5e-3
-    warmup: int = 20
-    bucket: int = 8
-    """Batches that are drawn together and sorted by length, so that little padding is computed."""
-    near_end: int = 3
-    """Every third problem begins within 9 of the modulus. Wrapping around is too rare to be learned otherwise, and
-    reinforcement cannot select what the base model never does right."""
-    teacher: Teacher = field(default_factory=Teacher)
-    shape: Shape = field(default_factory=Shape)
-
-    @property
-    def key(self) -> str:
-        """A hash that names the result. It includes library versions, which change the last bits of every sum."""
-        parts = [FORMAT, asdict(self), adder.VOCABULARY, adder.ADDITIONS_P, adder.MODULUS]
-        parts += [torch.__version__, transformers.__version__]
-        return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def base_model(
@@ -68,9 +40,7 @@ def base_model(
 ) -> Path:
     """The folder of the warmed-up model, made now if needed. ``on_step`` is called with every step and its loss."""
     recipe = recipe or Recipe()
-    return made_once(
-        Path(cache) / f"adder-{recipe.key}", lambda draft: save(draft, warm_start(recipe, on_step), tokenizer(), recipe)
-    )
+    return made_once(recipe.folder(cache), lambda draft: save(draft, warm_start(recipe, on_step), tokenizer(), recipe))
 
 
 def save(draft: Path, model: LlamaForCausalLM, words: PreTrainedTokenizerFast, recipe: Any) -> None:

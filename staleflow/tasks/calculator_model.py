@@ -5,15 +5,11 @@ Made once and found again, as that of the adder (``base_model.py``)::
     folder = calculator_model("cache", CalculatorRecipe(seed=0))
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
-import transformers
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -22,32 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from staleflow.tasks import calculator
-from staleflow.tasks.adder import Shape
 from staleflow.tasks.base_model import IGNORED, new_model, save, trained
-from staleflow.tasks.calculator import SHAPE, Calculator, Teacher, encoded, prompt_text, transcript
+from staleflow.tasks.calculator import Calculator, encoded, prompt_text, transcript
 from staleflow.tasks.folders import made_once
-
-FORMAT = 1
-"""Raise it when code below changes what a recipe makes."""
-
-
-@dataclass(frozen=True, slots=True)
-class CalculatorRecipe:
-    """Everything that shapes the weights."""
-
-    seed: int = 0
-    steps: int = 800
-    batch: int = 16
-    learning_rate: float = 2.5e-3
-    warmup: int = 20
-    teacher: Teacher = field(default_factory=Teacher)
-    shape: Shape = SHAPE
-
-    @property
-    def key(self) -> str:
-        parts = [FORMAT, asdict(self), calculator.VOCABULARY, calculator.TEMPLATE]
-        parts += [torch.__version__, transformers.__version__]
-        return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+from staleflow.tasks.recipes import CalculatorRecipe
 
 
 def calculator_model(
@@ -63,7 +37,7 @@ def calculator_model(
         fresh = partial(new_model, recipe.shape, recipe.seed, size, pad, end)
         save(draft, trained(fresh, _batches(recipe), recipe, on_step), tokenizer(), recipe)
 
-    return made_once(Path(cache) / f"calculator-{recipe.key}", make)
+    return made_once(recipe.folder(cache), make)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

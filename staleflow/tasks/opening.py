@@ -25,6 +25,7 @@ from staleflow.tasks.calculator import Calculator
 from staleflow.tasks.hub import hub_folder
 from staleflow.tasks.options import ADDER, CALCULATOR, GYM, HUB, SMOLLM, SOURCES, Data, is_file, is_hub_name
 from staleflow.tasks.prompts import DataPrompts, Encode, TaskPrompts
+from staleflow.tasks.recipes import CalculatorRecipe, Recipe
 from staleflow.tasks.smollm import converted, smollm
 from staleflow.tasks.sources import from_function, read_file, read_hub, reasoning_gym
 from staleflow.tasks.task import Messages, Problem, Prompt, Task, TaskError, digest
@@ -93,14 +94,8 @@ def model_folder(
     model: str, cache: str, seed: int = 0, on_step: Callable[[int, float], None] = lambda _step, _loss: None
 ) -> Path:
     """The folder of the model. ``on_step`` is called with each step of a warm start, if there is one."""
-    if model == ADDER:
-        from staleflow.tasks.base_model import Recipe, base_model
-
-        return base_model(cache, Recipe(seed=seed), on_step)
-    if model == CALCULATOR:
-        from staleflow.tasks.calculator_model import CalculatorRecipe, calculator_model
-
-        return calculator_model(cache, CalculatorRecipe(seed=seed), on_step)
+    if model in (ADDER, CALCULATOR):
+        return _warmed(Recipe(seed=seed) if model == ADDER else CalculatorRecipe(seed=seed), cache, on_step)
     return smollm(cache) if model == SMOLLM else hub_folder(model) if is_hub_name(model) else Path(model)
 
 
@@ -199,6 +194,19 @@ def stop_tokens(folder: Path) -> tuple[int, ...]:
 
 
 # Within
+
+
+def _warmed(recipe: Recipe | CalculatorRecipe, cache: str, on_step: Callable[[int, float], None]) -> Path:
+    """The folder of an embedded model. PyTorch is loaded only to make one."""
+    if (folder := recipe.folder(cache)).is_dir():
+        return folder
+    if isinstance(recipe, Recipe):
+        from staleflow.tasks.base_model import base_model
+
+        return base_model(cache, recipe, on_step)
+    from staleflow.tasks.calculator_model import calculator_model
+
+    return calculator_model(cache, recipe, on_step)
 
 
 def _embedded(source: Task, evaluated: int) -> TaskSet:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from staleflow.errors import line_of
-from staleflow.servers.weights import Part
+from staleflow.servers.weights.parts import Part
 
 PATIENCE_S = 600.0
 """How long a rank waits for another. In a run the watchdog is sooner; this ends those that nobody watches."""

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from staleflow.servers.weights import LocalParameterServer, PushResult, WeightsError
+from staleflow.servers.weights import WeightsError
+from staleflow.servers.weights.parameter_server import LocalParameterServer
+from staleflow.servers.weights.pushing import PushResult
 from staleflow.training.part_files import local, place
 from staleflow.training.ranks import Ranks
 

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staleflow.rollout.options import ENGINES
+from staleflow.servers.weights import NoStoreError, standby_of
 from staleflow.types import Ready, Setup
 from staleflow.workers.link import Link, Signs
 
 if TYPE_CHECKING:
     from staleflow.config import Config
     from staleflow.rollout.engine import Engine
-    from staleflow.servers.weights import LocalParameterServer
     from staleflow.servers.weights.mirror import MirroredWeights
+    from staleflow.servers.weights.parameter_server import LocalParameterServer
     from staleflow.workers.trainer import TrainerWorker
 
 
@@ -77,7 +78,7 @@ class LazyWeights:
 
     def _joined(self) -> LocalParameterServer | None:
         if self._server is None:
-            from staleflow.servers.weights import LocalParameterServer, NoStoreError
+            from staleflow.servers.weights.parameter_server import LocalParameterServer
 
             with contextlib.suppress(NoStoreError):
                 self._server = LocalParameterServer.attach(self._store)
@@ -152,7 +153,6 @@ def _trainer(setup: Setup, link: Link) -> Any:
 
 def _alone(setup: Setup, link: Link, config: Config, stores: list[Any]) -> TrainerWorker:
     """A trainer in this process. ``stores`` gets what is to be closed, or left to a successor."""
-    from staleflow.servers.weights import standby_of
     from staleflow.training.build import build
     from staleflow.training.rehearsal import rehearse
     from staleflow.training.standby import Standby
@@ -185,7 +185,7 @@ def store_of(setup: Setup, name: str, dtype: str = "float32") -> LocalParameterS
     from: it may be ahead of the checkpoint that this attempt began with."""
     import torch
 
-    from staleflow.servers.weights import LocalParameterServer, NoStoreError
+    from staleflow.servers.weights.parameter_server import LocalParameterServer
 
     if setup.standby:
         with contextlib.suppress(NoStoreError):  # it died before it made one

@@ -20,7 +20,7 @@ import msgspec
 from safetensors import SafetensorError
 
 from staleflow.errors import line_of
-from staleflow.servers.weights import ParameterServer
+from staleflow.servers.weights.parameter_server import ParameterServer
 from staleflow.training.checkpoints import load, save
 from staleflow.training.standby import Standby
 from staleflow.training.trainer import StalenessError, StepReport, Trainer

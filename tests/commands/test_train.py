@@ -53,6 +53,13 @@ def test_bad_input_is_refused_before_anything_heavy_is_loaded(
         assert says in refused(capsys, tmp_path / "runs", *words)
 
 
+def test_a_run_without_pytorch_is_refused_before_it_starts_processes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "find_spec", lambda _name: None)
+    assert "pip install 'staleflow[local]'" in refused(capsys, tmp_path / "runs")
+
+
 def test_a_dataset_without_the_named_column(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"question": "1 + 1", "answer": "2"}) + "\n")

@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 
-from staleflow.config import ConfigError, Machine, check, load
+from staleflow.config import ConfigError, Machine, load
+from staleflow.config.checks import check
 from staleflow.config.sizes import sizes_of
 from staleflow.config.trainable import _by_family
 from staleflow.model_json import FAMILIES

@@ -3,7 +3,8 @@
 import pytest
 
 from staleflow.agents.options import Environment
-from staleflow.config import check, load
+from staleflow.config import load
+from staleflow.config.checks import check
 from staleflow.errors import ConfigError
 
 

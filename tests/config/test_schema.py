@@ -60,7 +60,8 @@ def test_settings_are_frozen(kind: Any) -> None:
 def test_nothing_heavy_is_loaded_to_refuse_a_run() -> None:
     code = (
         "import sys\n"
-        "from staleflow.config import check, estimate, load, to_yaml\n"
+        "from staleflow.config import estimate, load, to_yaml\n"
+        "from staleflow.config.checks import check\n"
         "config = load('arithmetic-smollm', [])\n"
         "to_yaml(config), estimate(config).text()\n"
         "check(load(None, []))\n"

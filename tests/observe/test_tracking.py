@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from staleflow.config import ConfigError, check, load
+from staleflow.config import ConfigError, load
+from staleflow.config.checks import check
 from staleflow.observe import trackers as built_in
 from staleflow.observe.tracking import MOST_WAITING, TrackedRun, Trackers, Values, scalars
 

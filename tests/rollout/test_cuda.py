@@ -14,7 +14,7 @@ from staleflow.rollout.engine import Request, Sampling
 from staleflow.rollout.model import Model
 from staleflow.rollout.model_folder import read_config
 from staleflow.rollout.shapes import write
-from staleflow.servers.weights import LocalParameterServer
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from tests.rollout.conftest import KINDS, VOCABULARY, Tiny, drain, greedy, prompt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

@@ -95,7 +95,7 @@ def test_an_engine_of_a_common_model_does_not_wait_for_transformers(tmp_path: Pa
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "import staleflow.servers.weights, staleflow.workers.rollout\n"
+        "import staleflow.servers.weights.parameter_server, staleflow.workers.rollout\n"
         "from staleflow.rollout.builtin import TorchEngine\n"
         "from staleflow.tasks.opening import stop_tokens\n"
         "stop_tokens(Path(sys.argv[1]))\n"

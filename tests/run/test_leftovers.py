@@ -28,7 +28,7 @@ pytestmark = pytest.mark.processes
 TRAINER = """
 import sys
 import torch
-from staleflow.servers.weights import LocalParameterServer
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 server = LocalParameterServer.create(sys.argv[2], registry=sys.argv[1])
 for version in range(3):
     server.push(version, {"w": torch.zeros(100_000)})

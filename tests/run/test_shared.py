@@ -8,7 +8,8 @@ import torch
 from staleflow.config import load
 from staleflow.run.directory import RunDirectory
 from staleflow.run.shared import left_behind
-from staleflow.servers.weights import LocalParameterServer, standby_of
+from staleflow.servers.weights import standby_of
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from staleflow.servers.weights.segments import attach_segment
 from staleflow.training.fed import note_of
 

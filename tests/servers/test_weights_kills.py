@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from staleflow.servers.weights import LocalParameterServer, reclaim, segments, slots
+from staleflow.servers.weights import reclaim, segments, slots
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from tests.servers.weights_processes import (
     NAME,
     Child,

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow import tcp
-from staleflow.servers.weights import BusyStoreError, LocalParameterServer, mirror
+from staleflow.servers.weights import BusyStoreError, mirror
 from staleflow.servers.weights.mirror import MirroredWeights
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from staleflow.servers.weights.serving import WeightService
 
 SHAPES = {"large": (700, 500), "middle": (300, 10), "small": (3,), "empty": (0, 4)}

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.servers.weights import LocalParameterServer
 from staleflow.servers.weights.mirror import MirroredWeights
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from staleflow.servers.weights.serving import WeightService
 from staleflow.servers.weights.sharing import MOST_SENDING, OWN, Place, Sharing
 from tests.servers.test_weights_mirror import empty, equal, tensors

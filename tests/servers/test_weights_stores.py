@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from staleflow.servers.weights import ParameterServer, reclaim, segments, slots
+from staleflow.servers.weights import reclaim, segments, slots
+from staleflow.servers.weights.parameter_server import ParameterServer
 from staleflow.servers.weights.segments import StoreRegistry, WeightsError, attach_segment, create_segment
 from tests.servers import weights_store
 from tests.servers.weights_store import Server, Tensors, equal, filled, pulled, slots_of, words, zeros

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from staleflow.servers.weights import LocalParameterServer, WeightsError
+from staleflow.servers.weights import WeightsError
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from tests.forked import context
 
 NAME = "killed"

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from staleflow.servers.weights import LocalParameterServer, segments, slots
+from staleflow.servers.weights import segments, slots
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from staleflow.servers.weights.segments import WeightsError
 from staleflow.servers.weights.tensors import DTYPES, same
 

@@ -7,8 +7,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.adder_accuracy import generate, greedy_accuracy, load
 from staleflow.rollout.model_folder import read_config, read_tensors
 from staleflow.tasks import base_model as module
-from staleflow.tasks.adder import END, VOCABULARY, Adder, make
-from staleflow.tasks.base_model import Recipe, Shape, base_model, new_model, tokenizer, warm_start
+from staleflow.tasks.adder import END, VOCABULARY, Adder, Shape, Teacher, make
+from staleflow.tasks.base_model import base_model, new_model, tokenizer, warm_start
+from staleflow.tasks.recipes import Recipe
 from staleflow.tasks.task import TaskError
 
 SMALL = Recipe(steps=3, batch=4, bucket=2, shape=Shape(hidden=16, intermediate=16, layers=1, heads=2))
@@ -62,13 +63,13 @@ def test_a_second_call_trains_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         Recipe(seed=1),
         Recipe(steps=4),
-        Recipe(teacher=module.Teacher(forget=0.5)),
+        Recipe(teacher=Teacher(forget=0.5)),
         Recipe(shape=Shape(layers=2)),
         Recipe(learning_rate=1e-3),
     ],
 )
-def test_another_recipe_is_another_model(other: Recipe) -> None:
-    assert other.key != Recipe().key == Recipe().key
+def test_another_recipe_is_another_model(other: Recipe, tmp_path: Path) -> None:
+    assert other.folder(tmp_path) != Recipe().folder(tmp_path) == Recipe().folder(tmp_path)
 
 
 def test_a_warm_start_that_is_cut_off_leaves_no_model(tmp_path: Path) -> None:

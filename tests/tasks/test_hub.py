@@ -8,7 +8,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from staleflow.config import check, load
+from staleflow.config import load
+from staleflow.config.checks import check
 from staleflow.tasks.hub import hub_folder
 from staleflow.tasks.opening import model_folder
 from staleflow.tasks.options import SOURCES, is_hub_name

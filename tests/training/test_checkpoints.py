@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from staleflow.config import Machine, check
+from staleflow.config import Machine
 from staleflow.config import load as load_config
+from staleflow.config.checks import check
 from staleflow.tasks.opening import open_source, open_task
 from staleflow.training.adapters import adapters
 from staleflow.training.build import build

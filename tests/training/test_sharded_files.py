@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from staleflow.servers.weights import LocalParameterServer, WeightsError
+from staleflow.servers.weights import WeightsError
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from staleflow.training.checkpoints import load, save
 from staleflow.training.checksums import damage
 from staleflow.training.standby import Standby, state

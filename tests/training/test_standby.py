@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from staleflow.servers.weights import LocalParameterServer, WeightsError, segments, slots
+from staleflow.servers.weights import WeightsError, segments, slots
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from staleflow.training.standby import MOST_BEHIND, Standby, state
 from staleflow.training.trainer import Trainer, TrainerOptions
 from tests.training.test_checkpoints import OPTIONS, WAYS, train

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from staleflow.config import load, to_yaml
-from staleflow.servers.weights import LocalParameterServer, claim, standby_of
+from staleflow.servers.weights import claim, standby_of
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from staleflow.servers.weights.segments import StoreRegistry
 from staleflow.types import Broken, Feed, Finish, Pushed, Ready, Row, Save, Saved, Stop
 from tests.training.test_trainer import VOCABULARY, groups_of

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from staleflow.servers.weights import LocalParameterServer
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 
 logging.disable_progress_bar()
 

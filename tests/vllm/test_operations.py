@@ -14,7 +14,7 @@ import torch
 from staleflow.rollout.builtin import TorchEngine
 from staleflow.rollout.engine import Engine, Request, Result, Sampling
 from staleflow.rollout.options import EngineOptions
-from staleflow.servers.weights import LocalParameterServer
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from staleflow.types import Spans
 from tests.conformance.engines import resumed
 from tests.vllm.conftest import VOCABULARY, model_of, weights_of

@@ -7,7 +7,7 @@ import pytest
 
 from staleflow.rollout.engine import LendingSource
 from staleflow.rollout.options import EngineOptions
-from staleflow.servers.weights import LocalParameterServer
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from staleflow.workers.roles import LazyWeights
 from tests.conformance.engines import drained
 from tests.vllm.conftest import model_of, weights_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from staleflow.cli import main
-from staleflow.servers.weights import LocalParameterServer
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from tests.conformance.engines import VLLM_DEVICE
 from tests.vllm.test_operations import walk
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from staleflow.rollout.engine import EngineError, Request, Result, Sampling
 from staleflow.rollout.options import EngineOptions
-from staleflow.servers.weights import LocalParameterServer
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from tests.conformance.engines import VLLM_DEVICE, VLLM_ROUNDING, count, drained
 from tests.vllm.conftest import KINDS, model_of, weights_of
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from staleflow.servers.weights import LocalParameterServer
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from staleflow.workers import roles
 from staleflow.workers.roles import LazyWeights
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from staleflow.config import Config
 from staleflow.coordinator.cost import CostModel
-from staleflow.errors import StaleFlowError
+from staleflow.errors import INTERRUPTED, StaleFlowError
 from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.run.costs import RunCosts
 from staleflow.run.decisions import DecisionLog
@@ -78,7 +78,7 @@ CYCLE_S = TICK_S
 class Interrupted(RunError):  # noqa: N818  # an event, not a mistake
     """Stopped before there was anything to save."""
 
-    exit_code = 130
+    exit_code = INTERRUPTED
 
 
 class LocalRun:

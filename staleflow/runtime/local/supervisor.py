@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from staleflow.errors import ending
+from staleflow.errors import INTERRUPTED, ending
 from staleflow.run.processes import end, processes
 from staleflow.runtime.restarts import Restarts
 from staleflow.runtime.watchdog import Watchdog
@@ -44,8 +44,6 @@ NO_ROOM = 75
 """The exit code of a control plane that found the disk full before it had the run in hand."""
 ROOM_S = 2.0
 """Until the next one tries."""
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells expect it."""
 
 
 def requests() -> list[signal.Signals]:

@@ -29,6 +29,7 @@ from staleflow.run.directory import RunDirectory
 from staleflow.runtime.local.child import PARENT
 from staleflow.runtime.local.link import AWAY_S
 from staleflow.runtime.local.process import spawn
+from staleflow.servers.weights import WeightsError, claim, standby_of
 from staleflow.types import Setup
 
 DOOR = "control.json"
@@ -90,8 +91,7 @@ class Host:
         """From here on, until ``close``: a trainer may die meanwhile, and another take its place."""
 
         def serve() -> None:
-            from staleflow.servers.weights import WeightsError, claim, standby_of  # loads PyTorch
-            from staleflow.servers.weights.serving import WeightService
+            from staleflow.servers.weights.serving import WeightService  # loads PyTorch
 
             with WeightService(self._host, setup.store, Path(setup.source)), ExitStack() as claims:
                 with suppress(WeightsError):  # an actor before this one has it, and will not have it for long

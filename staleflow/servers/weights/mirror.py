@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 from staleflow import tcp
-from staleflow.servers.weights import LocalParameterServer, NoStoreError, WeightsError, reclaim
+from staleflow.servers.weights import NoStoreError, WeightsError, reclaim
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from staleflow.servers.weights.serving import (
     ASK,
     COUNT,

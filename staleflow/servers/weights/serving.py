@@ -20,7 +20,8 @@ from pathlib import Path
 import xxhash
 
 from staleflow import tcp
-from staleflow.servers.weights import LocalParameterServer, NoStoreError, WeightsError
+from staleflow.servers.weights import NoStoreError, WeightsError
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from staleflow.servers.weights.sharing import OWN, Place, Sharing
 
 ASK = struct.Struct("<qHB")

@@ -45,6 +45,10 @@ class Training:
         return next((int(pid) for pid in found if command_of(int(pid)) == command_of(self.process.pid)), 0)
 
     @property
+    def control_has_pytorch(self) -> bool:
+        return "libtorch" in Path(f"/proc/{self.control}/maps").read_text()
+
+    @property
     def steps(self) -> int:
         """That have been committed."""
         metrics = self.run / "metrics.jsonl"

@@ -39,6 +39,7 @@ def test_at_bound_0_a_run_whose_control_plane_is_killed_again_and_again_equals_t
     run.kill(second)
     run.until(lambda: run.steps >= 5 and run.control not in (0, second))
     assert run.roles == before
+    assert not run.control_has_pytorch, "it takes over the sooner"
     run.kill(run.control, before["i0"])
     summary = run.summary()
     losses, batches = train(plain(configured(model, runs), model), steps=8)
