@@ -23,7 +23,7 @@ test: $(READY)           ## set up, then the test suite (minutes)
 test-all: $(READY)       ## the test suite with its long tests, and new examples for the property tests
 	HYPOTHESIS_PROFILE=new $(BIN)/pytest $(SPREAD) -m ""
 
-test-busy: $(READY)      ## ten times everything that starts processes, while other work keeps every core busy
+test-busy: $(READY)      ## ten times what starts processes in make test, while other work keeps every core busy
 	$(BIN)/python scripts/test_busy.py
 
 test-page: $(READY)      ## the live page in a real browser; installs Playwright, and Chromium where there is none (Debian: as root)

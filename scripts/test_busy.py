@@ -1,6 +1,7 @@
-"""Everything that starts processes, ten times in a row, while other work keeps every core busy.
+"""What starts processes in ``make test``, ten times in a row, while other work keeps every core busy.
 
     python scripts/test_busy.py [TIMES] [PYTEST ARGUMENTS]
+    python scripts/test_busy.py 3 -m processes          # also those that are marked slow
 
 A test that fails only here is a race, in the product until shown otherwise. Stops at the first failure.
 """
@@ -13,7 +14,17 @@ SPIN = "while True: pass"
 
 
 def main(times: int = 10, arguments: tuple[str, ...] = ()) -> int:
-    command = [sys.executable, "-m", "pytest", "-x", "-m", "processes", "-p", "no:cacheprovider", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-m",
+        "processes and not slow",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+    ]
     busy = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(os.cpu_count() or 1)]
     try:
         for run in range(1, times + 1):
