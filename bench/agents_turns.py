@@ -6,9 +6,9 @@ thrown away, and the bound.
 
 Every run is ``staleflow train agent`` with a tool that takes its time: lognormal, 0.2 s on average, at most 2 s, the
 same for the same call in every run. *turns in step*: bound 0, and nobody begins a turn before all have ended the one
-before, with its tool. *synchronous*: bound 0, whole batches; every episode continues by itself. *discard*: nothing is
-reserved (bound 8), and a complete group with a token older than two versions is thrown away and its prompt drawn again.
-*bound 2*: as it ships. What is simulated on a larger scale: ``agents_policies.py``.
+before, with its tool. *synchronous*: bound 0, whole batches; every episode continues by itself. *discard*: two steps
+more are begun than may be trained on (bound 4), and a complete group with a token older than two versions is thrown
+away and its prompt drawn again. *bound 2*: as it ships. What is simulated on a larger scale: ``agents_policies.py``.
 
 *tokens/s*: trained, from the third step on. *wasted*: tokens that were made and not trained, of all. *lengths*: mean
 tokens of what was trained in the first three steps, when all models are alike: a rule that throws long ones away trains
@@ -38,6 +38,7 @@ from staleflow.agents.outcome import Outcome, scored, truncated  # noqa: E402
 from staleflow.agents.play import Limits  # noqa: E402
 from staleflow.observe.metrics import read_metrics  # noqa: E402
 from staleflow.tasks.task import Problem, digest  # noqa: E402
+from staleflow.types import GIVEN  # noqa: E402
 
 if TYPE_CHECKING:
     from staleflow.servers.lifecycle import Group
@@ -50,7 +51,7 @@ PLAY = "environment.play=bench.agents_turns"
 ARMS: dict[str, tuple[str, ...]] = {
     "turns in step": (f"{PLAY}:in_step", "staleness=0", "strategies.consume=batch"),
     "synchronous": (f"{PLAY}:play", "staleness=0", "strategies.consume=batch"),
-    "discard, older than 2": (f"{PLAY}:play", "staleness=8", "filter=bench.agents_turns:young"),
+    "discard, older than 2": (f"{PLAY}:play", "staleness=4", "filter=bench.agents_turns:young"),
     "bound 2": (f"{PLAY}:play", "staleness=2"),
 }
 
@@ -124,7 +125,7 @@ newest = 0
 def young(group: Group, *, most: int = 2) -> str | None:
     """Keep groups whose oldest token was made at most so many versions before the newest token of any group."""
     global newest
-    versions = [version for member in group.members for version, _ in member.spans]
+    versions = [version for member in group.members for version, _ in member.spans if version != GIVEN]
     newest = max(newest, *versions)
     return "too old" if newest - min(versions) > most else None
 

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench import agents_turns
-from bench.agents_turns import LONGEST_S, Together, seconds, young
+from bench.agents_turns import GIVEN, LONGEST_S, Together, seconds, young
 
 
 def test_nobody_begins_a_turn_before_all_have_ended_the_one_before() -> None:
@@ -47,7 +47,7 @@ def test_groups_with_an_old_token_are_thrown_away(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(agents_turns, "newest", 0)
 
     def group(*versions: int) -> Any:
-        return SimpleNamespace(members=[SimpleNamespace(spans=[(version, 3)]) for version in versions])
+        return SimpleNamespace(members=[SimpleNamespace(spans=[(version, 3), (GIVEN, 2)]) for version in versions])
 
     assert [young(group(*each)) for each in ((0, 1), (3, 4), (2, 4), (1, 4), (1, 1), (4, 4))] == [
         None, None, None, "too old", "too old", None
