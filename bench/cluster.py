@@ -85,7 +85,7 @@ def main() -> int:
             "local, vLLM": lambda seed: ran(steps, (seed, *VLLM)),
             "Ray, vLLM": lambda seed: ran(steps, (seed, *RAY, *VLLM)),
         }
-    found: dict[str, Any] = {"machine": platform.platform(), "cores": os.cpu_count(), "steps": steps, "runs": {}}
+    found: dict[str, Any] = {"machine": platform.machine(), "cores": os.cpu_count(), "steps": steps, "runs": {}}
     if file is not None and file.exists():
         found = json.loads(file.read_text())
         if found["steps"] != steps:
@@ -171,6 +171,8 @@ def ran(
         rows = read_metrics(victim.run / "metrics.jsonl")
     finally:
         watch.stop()
+        if victim.alive:  # the bench was stopped
+            victim.kill_tree()
         shutil.rmtree(folder, ignore_errors=True)
     summary = victim.summary
     return figures | {
