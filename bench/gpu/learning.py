@@ -71,11 +71,11 @@ class Kind(NamedTuple):
 def kinds() -> list[Kind]:
     first = [Kind("arithmetic", bound) for bound in (0, 2, 1, 3, 8)]
     seeds = [Kind("arithmetic", bound, seed) for seed in (1, 2) for bound in (0, 2, 1, 3, 8)]
-    words = [Kind("word problems", bound, seed) for seed in (0, 1, 2) for bound in (0, 2, 8)]
+    words = [Kind("word problems", bound, seed) for seed in (0, 1, 2) for bound in (0, 2, 8, 1, 3)]
     plain = [Kind("arithmetic", bound, seed, "none") for seed in (0, 1, 2) for bound in (8, 2)]
     turns = [Kind("calculator", bound) for bound in (2, 0)]
     vllm = Kind("arithmetic", 2, engine="vllm")
-    rest = [*words[2:3], Kind("gsm8k", 2), *plain, *words[3:], Kind("gsm8k", 0)]
+    rest = [*words[2:5], *(Kind("gsm8k", bound) for bound in (2, 0, 1, 3, 8)), *plain, *words[5:]]
     return [*first, *words[:2], *seeds, *turns, vllm, *rest]
 
 

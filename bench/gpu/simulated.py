@@ -1,6 +1,7 @@
 """The runs of ``system.py`` predicted by the simulator: what it says beside what was measured, with the errors.
 
     python bench/gpu/simulated.py --runs RUNS/skewed-qwen-0.5b-2 --tail tail.json --json error.json     # no GPU needed
+    python bench/gpu/simulated.py --measured system.json ...       # also cells of which only the results are at hand
 
 The production control plane runs over modelled engines and a modelled trainer, with the lengths that the runs had.
 Costs are those of a process that has the card to itself: of decoding, the cells of ``tail.py``; of a step with prefill,
@@ -100,8 +101,31 @@ def predicted(setting: Setting, turns: Turns) -> dict[str, float]:
     }
 
 
+def seen_in(runs: Path, instances: int) -> dict[str, dict[str, Any]]:
+    """What was measured, by the folders of the runs."""
+    found: dict[str, dict[str, Any]] = {}
+    for folder in sorted(runs.iterdir()):
+        seen = observed(folder, int(folder.name.split("-")[0]), instances)
+        found[folder.name] = {"steps": read_run(str(folder)).summary["steps"], **seen}
+    return found
+
+
+def written(results: Mapping[str, Any], shape: str, instances: int) -> dict[str, dict[str, Any]]:
+    """What was measured, by a file of results of ``system.py``."""
+    head = f"skewed {shape}, {instances} x rollout, bound "
+    rows = {name.removeprefix(head): row for name, row in results.items() if name.startswith(head)}
+    return {name.replace(", ", "-"): row for name, row in rows.items()}
+
+
 def compare(
-    runs: Path, cells: Mapping[str, Any], shape: str, mean: int, longest: int, prompt: int, launches: float = 0.0
+    runs: Path,
+    cells: Mapping[str, Any],
+    shape: str,
+    mean: int,
+    longest: int,
+    prompt: int,
+    launches: float = 0.0,
+    results: Mapping[str, Any] | None = None,
 ) -> Rows:
     """By run: each figure measured and predicted, in three ways."""
     alone, shared = read_run(str(runs / SYNCHRONOUS)), read_run(str(runs / CONTENDED))
@@ -116,11 +140,11 @@ def compare(
     )
     print(f"the trainer's share beside instances: {share:.2f}", file=sys.stderr)
     found: Rows = {}
-    for folder in sorted(runs.iterdir()):
-        bound, consume = folder.name.split("-")
-        run = read_run(str(folder))
-        steps, size = run.summary["steps"], run.summary["group_size"]
-        count = run.summary["groups"] * (steps + int(bound) + 2)
+    instances, size = alone.summary["instances"], alone.summary["group_size"]
+    for name, seen in (written(results or {}, shape, instances) | seen_in(runs, instances)).items():
+        bound, consume = name.split("-")
+        steps = seen["steps"]
+        count = alone.summary["groups"] * (steps + int(bound) + 2)
         trace = Trace(
             (prompt,) * count,
             tuple(tuple(length(f"p{at}/{member}", mean, longest) for member in range(size)) for at in range(count)),
@@ -134,8 +158,7 @@ def compare(
             "as if alone": (own, Turns(None)),
             "as in bound 2": (then, Turns(None)),
         }
-        seen = observed(folder, int(bound), own.instances)
-        found[folder.name] = {
+        found[name] = {
             way: {key: compared(key, seen[key], values[key]) for key in METRICS}
             for way, values in ((way, predicted(*given)) for way, given in ways.items())
         }
@@ -161,9 +184,12 @@ def main(arguments: list[str] | None = None) -> Rows:
     parser.add_argument("--shape", default="qwen-0.5b")
     parser.add_argument("--lengths", type=int, nargs=3, default=(256, 4096, 128), help="mean, longest, prompt")
     parser.add_argument("--launches", type=float, default=0.018, help="seconds")
+    parser.add_argument("--measured", type=Path, help="what system.py wrote: cells without a folder of their own")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    rows = compare(given.runs, json.loads(given.tail.read_text()), given.shape, *given.lengths, launches=given.launches)
+    results = json.loads(given.measured.read_text()) if given.measured is not None else None
+    cells = json.loads(given.tail.read_text())
+    rows = compare(given.runs, cells, given.shape, *given.lengths, launches=given.launches, results=results)
     print(table(rows))
     if given.json is not None:
         given.json.write_text(json.dumps(rows, indent=1))
