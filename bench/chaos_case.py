@@ -135,6 +135,8 @@ class Case:
             victim.start()
             victim.wait(lambda: victim.version >= 2, "the first steps")
             while len(self.faults) < faults and (volley := self._next(faults - len(self.faults))):
+                if not self._planned:
+                    victim.wait(lambda: not victim.alive or all(map(self._settled, volley)), "processes to hit")
                 time.sleep(self._draw.choice((0.0, 0.2, 1.0)) * self._draw.random())
                 self._fire(volley)
                 self._passed()
@@ -199,19 +201,27 @@ class Case:
         others = ("environment", "environment") if self.episodes else ("reward",)
         name = draw.choice((*instances, "trainer", "trainer", "evaluator", *others))
         pids = self.victim.pids(name)
-        if not pids or self._deaths[name] >= DEATHS or (kind != "kill" and age_s(pids[0]) < SETTLED_S):
-            return Fault("kill", "i0", version) if self._deaths["i0"] < DEATHS else None
-        return Fault(kind, name, version)
+        name = name if pids and self._deaths[name] < DEATHS else "i0"
+        return Fault(kind, name, version) if self._deaths[name] < DEATHS else None
+
+    def _settled(self, fault: Fault) -> bool:
+        """Whether a process can be hit by it now."""
+        if fault.kind not in ROLES:
+            return True
+        pids = self.victim.pids(fault.name)
+        return bool(pids) and (fault.kind == "kill" or age_s(pids[0]) >= SETTLED_S)
 
     def _fire(self, volley: list[Fault]) -> None:
         for fault in volley:
+            pids = self.victim.pids(fault.name)[:1] if fault.kind in ROLES else []
+            if fault.kind in ROLES and not pids:
+                continue  # it has just died: nobody was hit
             fault.at = time.monotonic()
             fault.version = self.victim.version
             self.faults.append(fault)
             if fault.kind in ROLES:
                 self._deaths[fault.name] += fault.kind != "slow"
-                for pid in self.victim.pids(fault.name)[:1]:
-                    self._hit(fault, pid)
+                self._hit(fault, pids[0])
             elif fault.kind in FULL:
                 ballast = self._disk if fault.kind == "disk" else self._shm
                 self._pass(fault, ballast.fill, ballast.drop)

@@ -1,8 +1,8 @@
 """What Ray costs, and what a dead node does: one task on local processes, on Ray, and on a Ray cluster of two nodes.
 
-    .venv-ray/bin/python bench/cluster.py --json docs/results/cluster.json              # half an hour
-    .venv-ray/bin/python bench/cluster.py --json docs/results/cluster.json --runs 3     # a part of it
-    .venv-vllm/bin/python bench/cluster.py --vllm --json docs/results/cluster_vllm.json # with vLLM, local and on Ray
+    .venv-vllm/bin/python bench/cluster.py --json docs/results/cluster.json             # half an hour
+    .venv-vllm/bin/python bench/cluster.py --json docs/results/cluster.json --runs 3    # a part of it
+    .venv-ray/bin/python bench/cluster.py --json FILE                                   # without vLLM
 
 The task is the preset ``laptop``; repeats are its seeds. Arms take turns, and a figure is the median over the repeats;
 a bench that is started again with the same file continues. The nodes are on loopback addresses of this machine, which
@@ -20,6 +20,7 @@ of it from another node, into memory that is there already, against a bare trans
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -69,7 +70,6 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="of each arm (%(default)s)")
     parser.add_argument("--runs", type=int, default=10**6, help="at most, this time")
     parser.add_argument("--arms", type=int, default=10**6, help="the first ones only")
-    parser.add_argument("--vllm", action="store_true", help="local and Ray with vLLM instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where figures are kept, and continued from")
     options = parser.parse_args()
     file: Path | None = options.json
@@ -80,11 +80,9 @@ def main() -> int:
         "Ray, two nodes": lambda seed: on_two_nodes(steps, (seed, *RAY)),
         "Ray, two nodes, one dies": lambda seed: on_two_nodes(steps, (seed, *RAY), dies=True),
     }
-    if options.vllm:
-        arms = {
-            "local, vLLM": lambda seed: ran(steps, (seed, *VLLM)),
-            "Ray, vLLM": lambda seed: ran(steps, (seed, *RAY, *VLLM)),
-        }
+    if importlib.util.find_spec("vllm") is not None:
+        arms["local, vLLM"] = lambda seed: ran(steps, (seed, *VLLM))
+        arms["Ray, vLLM"] = lambda seed: ran(steps, (seed, *RAY, *VLLM))
     found: dict[str, Any] = {"machine": platform.machine(), "cores": os.cpu_count(), "steps": steps, "runs": {}}
     if file is not None and file.exists():
         found = json.loads(file.read_text())
@@ -101,7 +99,7 @@ def main() -> int:
         print(f"{name}, seed {seed}: {figures}", file=sys.stderr, flush=True)
         found["runs"].setdefault(name, []).append(figures)
         keep(found, file)
-    if len(todo) <= options.runs and len(arms) <= options.arms and not options.vllm:
+    if len(todo) <= options.runs and len(arms) <= options.arms:
         found["weights"] = weights()
         keep(found, file)
     print(table(found["runs"]))

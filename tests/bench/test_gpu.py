@@ -47,8 +47,11 @@ def test_a_whole_run_with_imposed_lengths(tmp_path: Path) -> None:
     cells = {f"tiny {n} x {context} few": {"ms": 1 + n * context / 1e3} for n in (1, 4) for context in (8, 32)}
     (tmp_path / "tail.json").write_text(json.dumps(cells))
     given = ["--runs", str(tmp_path / "runs"), "--tail", str(tmp_path / "tail.json"), "--shape", "tiny"]
-    rows = simulated.main([*given, "--lengths", "8", "32", "8"])
-    assert set(rows) == {"0-batch", "2-stream"}
+    measured = {"steps": 5, **dict.fromkeys(simulated.METRICS, 1.0)}  # of a run that has no folder here
+    (tmp_path / "system.json").write_text(json.dumps({"skewed tiny, 1 x rollout, bound 1, batch": measured}))
+    rows = simulated.main([*given, "--lengths", "8", "32", "8", "--measured", str(tmp_path / "system.json")])
+    assert set(rows) == {"0-batch", "1-batch", "2-stream"}
+    assert rows["1-batch"]["in turn"]["tokens_per_s"]["measured"] == 1.0
     turns, apart = (rows["2-stream"][way]["tokens_per_s"]["predicted"] for way in ("in turn", "as if alone"))
     assert turns > 0
     assert apart > 0  # which is larger rests on what the run took here

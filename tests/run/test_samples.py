@@ -157,6 +157,19 @@ def test_warnings_name_the_setting_and_come_once() -> None:
     assert list(Signals(load(None)).warnings()) == []
 
 
+def test_a_filter_that_keeps_nothing_is_told_once_and_again_only_after_it_kept_something() -> None:
+    told: list[str] = []
+    config = load(None, ["groups=2", "filter=no-signal"])
+    verdicts = iter(["old"] * (2 * RECENT + 3) + [None] + ["old"] * (2 * RECENT - 1) + [None])
+    judge = Signals(config).counted(lambda _: next(verdicts), told.append)
+    kept = [judge(group(0, [1.0])) for _ in range(4 * RECENT + 4)]
+    assert kept.count(None) == 2
+    assert told == [
+        f"filter=no-signal has replaced the last {2 * RECENT} groups, all of them (old): no step is made until it keeps "
+        "some; look at the rewards, or set filter=none"
+    ]
+
+
 # staleflow samples
 
 

@@ -315,7 +315,8 @@ class LocalRun:
         control.reports.on_bad = self.hearing.bad_report
         control.on_decision = lambda _now, decision: self._decisions.write(self.time.seconds, decision)
         control.on_drained = self.scaling.drained
-        control.filter = FILTERS.bound(config.filter, {}, config.filter_arguments)
+        judge = FILTERS.bound(config.filter, {}, config.filter_arguments)
+        control.filter = self.signals.counted(judge, self.incidents.note)
         return control
 
     async def _start(self) -> None:

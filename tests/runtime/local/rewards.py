@@ -1,6 +1,7 @@
-"""Reward functions that the tests of whole runs name."""
+"""Reward functions, and a filter, that the tests of whole runs name."""
 
 from staleflow.reward.function import Response
+from staleflow.servers.lifecycle import Group
 from staleflow.tasks.task import Problem
 
 
@@ -27,3 +28,7 @@ def broken(problem: Problem, response: Response) -> float:  # noqa: ARG001
 def enormous(problem: Problem, response: Response) -> float:
     """So far apart that no gradient is finite."""
     return 1e300 * evenness(problem, response)
+
+
+def later_ones(group: Group, first: int) -> str | None:
+    return "early" if int(group.name.removeprefix("p")) < first else None

@@ -16,6 +16,7 @@ from staleflow.observe.metrics import read_metrics
 from staleflow.run.checkpoints import newest, wrong_with
 from staleflow.run.decisions import read_decisions
 from staleflow.run.directory import RunDirectory
+from staleflow.run.signals import RECENT
 from staleflow.runtime.local.patience import run_patiently
 from staleflow.runtime.local.run import LocalRun, RunError
 from staleflow.servers.durable import DurableJournal
@@ -123,7 +124,7 @@ def test_bound_0_equals_the_plain_synchronous_loop_also_across_a_resume(model: P
 
 
 @pytest.mark.slow
-def test_a_report_that_cannot_be_true_is_counted_and_told_and_the_run_continues(model: Path, tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_true_and_a_filter_that_keeps_nothing_are_told(model: Path, tmp_path: Path) -> None:
     told: list[str] = []
     lied: list[str] = []
 
@@ -136,9 +137,11 @@ def test_a_report_that_cannot_be_true_is_counted_and_told_and_the_run_continues(
             news = [TrajectoryNews(name, epoch, ((99, 3),))]
             run.control.on_report(Report(instance, heard.incarnation, heard.applied, heard.state, finished=news))
 
-    summary, _ = run_once(configured(model, tmp_path, "steps=3"), model, watch=lie, tell=told.append)
+    late = ["filter=tests.runtime.local.rewards:later_ones", f"filter_arguments.first={(RECENT + 1) * GROUPS}"]
+    summary, _ = run_once(configured(model, tmp_path, "steps=3", *late), model, watch=lie, tell=told.append)
     assert (summary["steps"], summary["failures"]) == (3, {"instance": {"bad reports": 1}})
     assert any(f"bad reports: trajectory {lied[0]} has tokens of version 99" in line for line in told)
+    assert sum("has replaced the last 20 groups, all of them (early)" in line for line in told) == 1
 
 
 @pytest.mark.slow
