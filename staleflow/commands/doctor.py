@@ -162,6 +162,9 @@ def _narrow(machine: Machine, limits: dict[str, Any], runs: Path) -> Iterator[Fi
         yield Finding(True, f"a process may open only {limits['open_files']} files", "ulimit -n 4096")
     if not os.access(_existing(runs), os.W_OK):
         yield Finding(True, f"{runs} cannot be written", "make it writable, or give another folder by runs=...")
+    if machine.gpus and _mps():
+        fix = "stop it for runs that matter: under it a trainer with few multiprocessors computed what is not finite"
+        yield Finding(False, "CUDA's Multi-Process Service runs here, which is not tested", fix)
     if not sys.platform.startswith("linux"):
         what = f"{platform.system()} is not tested, and runs do not take over in place after a crash there"
         yield Finding(False, what, "use Linux where that matters")
@@ -170,6 +173,11 @@ def _narrow(machine: Machine, limits: dict[str, Any], runs: Path) -> Iterator[Fi
 def _idle_engines(engines: dict[str, dict[str, Any]]) -> Iterator[Finding]:
     if not any(each["works"] for each in engines.values()):
         yield Finding(True, "no engine works", "see the lines about engines")
+
+
+def _mps() -> bool:
+    """Whether processes share a GPU by CUDA's Multi-Process Service: its daemon listens here."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
 
 
 def _disk(runs: Path) -> int:

@@ -46,3 +46,20 @@ def test_what_is_missing_is_named_with_its_fix(
     assert "builtin: No module named 'torch'" in told
     assert "ERROR: no engine works" in told
     assert told.endswith("nothing can be trained here yet\n")
+
+
+def test_a_service_that_shares_gpus_is_named_where_there_are_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(doctor, "this_machine", lambda: Machine(2, 64 << 30, (80 << 30,), 32 << 30))
+
+    def told() -> str:
+        main(["doctor", "--runs", str(tmp_path)])
+        return capsys.readouterr().out
+
+    assert "Multi-Process Service" not in told()
+    (tmp_path / "control").touch()
+    assert "note: CUDA's Multi-Process Service runs here, which is not tested: stop it" in told()
+    monkeypatch.setattr(doctor, "this_machine", lambda: Machine(2, 64 << 30, (), 32 << 30))
+    assert "Multi-Process Service" not in told()
