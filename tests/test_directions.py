@@ -12,6 +12,7 @@ ROOT = Path(staleflow.__path__[0])
 BELOW: dict[str, tuple[str, ...]] = {
     "errors": (),
     "frames": (),
+    "readable": (),
     "files": (),
     "types": (),
     "tcp": ("files",),

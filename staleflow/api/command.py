@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 
 from staleflow.caller import ERROR, VARIABLE
 from staleflow.errors import RunError, StaleFlowError, ending
+from staleflow.readable import readable
 
 LONGEST_PATH = 80
 """Of the folder: a socket in it has a limit of 108 bytes."""
@@ -71,7 +71,7 @@ class Command:
     def running(self, seconds: float) -> bool:
         """Pass on what it says, for as long as this at most. Whether it still runs."""
         if self._open:
-            for descriptor in select.select(list(self._open), [], [], seconds)[0]:
+            for descriptor in readable(list(self._open), seconds):
                 if data := os.read(descriptor, PIECE):
                     self._open[descriptor](data)
                 else:

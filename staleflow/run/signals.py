@@ -63,8 +63,8 @@ class Signals:
             self._replaced = 0 if why is None else self._replaced + 1
             if self._replaced == most:
                 say(
-                    f"filter={self._config.filter} has replaced the last {most} groups, all of them ({why}): no step is "
-                    "made until it keeps some; look at the rewards, or set filter=none"
+                    f"filter={self._config.filter} has replaced the last {most} groups, all of them ({why}): no step "
+                    "is made until it keeps some; look at the rewards, or set filter=none"
                 )
             return why
 

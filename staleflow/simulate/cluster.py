@@ -183,12 +183,14 @@ class Cluster:
 
     def _trainer_back(self) -> None:
         self.trainer.start_again()
-        self._trainer_connected()
+        self._trainer_connected(self._trainer_link)
 
-    def _trainer_connected(self) -> None:
-        """A trainer and a control plane have found each other."""
-        link, incarnation = self._trainer_link, self.trainer.incarnation
-        up = self.network.channel("from trainer")
+    def _trainer_connected(self, link: TrainerLink) -> None:
+        """A trainer has found the control plane of this link, if that still lives: what it says comes after all that
+        those before it had said."""
+        if link is not self._trainer_link:
+            return
+        incarnation, up = self.trainer.incarnation, self.network.channel("from trainer")
         self.trainer.connected(lambda _: up.send(self._hear_trainer, link, incarnation))
 
     def _hear_trainer(self, link: TrainerLink, incarnation: int) -> None:
@@ -234,7 +236,7 @@ class Cluster:
             self.control.recover(self.setting.steps, reports)
         else:
             self.control.recover(self.setting.steps, reports, trainer_there=False)
-            to_trainer.send(self._trainer_connected)
+            to_trainer.send(self._trainer_connected, self._trainer_link)
 
     # Parts
 

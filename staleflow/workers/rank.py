@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
 import signal
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import msgspec
 
 from staleflow.frames import Frames
+from staleflow.readable import readable
 from staleflow.types import Feed, Finish, Reset, Setup, Stop
 
 PIECE = 1 << 20
@@ -98,7 +98,7 @@ def received(end: int) -> Iterator[Any]:
 def wait_for_the_end(end: int) -> None:
     until = time.monotonic() + FAREWELL_S
     with contextlib.suppress(OSError):
-        while (left := until - time.monotonic()) > 0 and select.select([end], [], [], left)[0] and os.read(end, PIECE):
+        while (left := until - time.monotonic()) > 0 and readable([end], left) and os.read(end, PIECE):
             pass
 
 

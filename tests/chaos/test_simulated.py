@@ -36,6 +36,17 @@ def test_a_hundred_thousand_faults_break_no_promise(first: int) -> None:
     assert not {each.seed: each.failure for each in total.failures}, AGAIN
 
 
+@pytest.mark.parametrize(
+    ("seed", "what"),
+    [
+        (107111, "a trainer that looked for a control plane which is dead by now was taken for one that is at rest"),
+        (101078, "a control plane that died after the last version: the next one notes who is there"),
+    ],
+)
+def test_what_broke_a_promise_once(seed: int, what: str) -> None:
+    assert not outcome_of(seed, KINDS).failure, what
+
+
 def test_a_failing_seed_fails_again_in_the_same_way() -> None:
     seed = next(seed for seed in range(99) if kind_of(seed, KINDS) == MIXED)
     trials = [trial_of(seed, KINDS) for _ in range(2)]

@@ -13,8 +13,9 @@ import pytest
 NEEDS = "make test-page installs what is missing"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """For a module, not longer: Playwright keeps an event loop running, beside which no other can run."""
     playwright = pytest.importorskip("playwright.sync_api", reason=f"Playwright is not installed: {NEEDS}")
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     with playwright.sync_playwright() as started:

@@ -165,8 +165,8 @@ def test_a_filter_that_keeps_nothing_is_told_once_and_again_only_after_it_kept_s
     kept = [judge(group(0, [1.0])) for _ in range(4 * RECENT + 4)]
     assert kept.count(None) == 2
     assert told == [
-        f"filter=no-signal has replaced the last {2 * RECENT} groups, all of them (old): no step is made until it keeps "
-        "some; look at the rewards, or set filter=none"
+        f"filter=no-signal has replaced the last {2 * RECENT} groups, all of them (old): no step is made until it "
+        "keeps some; look at the rewards, or set filter=none"
     ]
 
 

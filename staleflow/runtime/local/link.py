@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import socket
 import time
 from collections import deque
@@ -25,6 +24,7 @@ import msgspec
 
 from staleflow import tcp
 from staleflow.frames import Frames, framed
+from staleflow.readable import readable
 from staleflow.runtime.local.patience import PatientLoop
 from staleflow.types import FromProcess, Hello, Kept, Setup, ToProcess
 from staleflow.workers.link import Gone
@@ -57,7 +57,7 @@ class SocketLink:
 
     def receive(self, timeout_s: float | None) -> Iterator[Any]:
         """What has come, waiting up to ``timeout_s`` for the first message (None: for as long as it takes)."""
-        if not self._came and select.select([self._socket], [], [], timeout_s)[0]:
+        if not self._came and readable([self._socket.fileno()], timeout_s):
             try:
                 data = self._socket.recv(PIECE)
             except ConnectionResetError:

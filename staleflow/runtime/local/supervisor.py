@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import select
 import signal
 import sys
 import time
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Self
 
 from staleflow.errors import INTERRUPTED, ending
+from staleflow.readable import readable
 from staleflow.run.processes import end, processes
 from staleflow.runtime.restarts import Restarts
 from staleflow.runtime.watchdog import Watchdog
@@ -234,7 +234,7 @@ class Watch:
     def ended(self) -> int:
         """Its exit code, when it has. It hears how processes end that an earlier one started."""
         while True:
-            speaks = self.heard() if select.select([self._told], [], [], BEAT_S)[0] else True
+            speaks = self.heard() if readable([self._told], BEAT_S) else True
             while (found := os.waitpid(-1, os.WNOHANG if speaks else 0))[0]:
                 code = os.waitstatus_to_exitcode(found[1])
                 if found[0] == self._child:
