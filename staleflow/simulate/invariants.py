@@ -54,11 +54,12 @@ def check_all(cluster: Cluster, versions: dict[tuple[str, int], int] | None = No
 
 def _check_end(cluster: Cluster) -> None:
     """Every step was made, and nothing is admitted, routed or reported after the last version: a checkpoint holds that
-    moment. A control plane that takes over then may still note who is there."""
+    moment. Only a control plane that takes over may note then who is there."""
     made, wanted = len(cluster.recorder.steps), cluster.setting.steps
     if made != wanted or cluster.weights.version != wanted:
         raise _broken(cluster, f"the run ended with {made} steps and version {cluster.weights.version} of {wanted}")
-    kinds = [event[0] for event in cluster.journal.events if event[0] not in (FAULT, "join")]
+    allowed = (FAULT, "join") if cluster.control.term > 1 else (FAULT,)
+    kinds = [event[0] for event in cluster.journal.events if event[0] not in allowed]
     if late := kinds[::-1][: kinds[::-1].index("commit")] if "commit" in kinds else []:
         raise _broken(cluster, f"after the last version was made came {', '.join(reversed(late))}")
 
