@@ -3,6 +3,7 @@
     python bench/gpu/system.py --output system.json --runs RUNS        # at most 8 minutes; run again to resume
     python bench/gpu/system.py --workload smollm ...                   # SmolLM2-135M as the preset one-gpu has it
     python bench/gpu/system.py --engine vllm --cells 0-batch 2-stream ...
+    python bench/gpu/system.py --trace traces ...                      # where an instance's time goes (traced.py)
     python bench/gpu/system.py --smoke                                 # a tiny model on the CPU
 
 *skewed*: Qwen2.5's 0.5 B shape (``--shape``) with random weights; 32 groups of 8, prompts of 128 tokens, responses of a
@@ -40,6 +41,13 @@ def settings(workload: str, shape: str, folder: Path, engine: str) -> list[str]:
     sizes = ["rollout.kv_tokens=524288", "rollout.max_running=512", "training.learning_rate=1e-9"]
     own = {"builtin": "engine", "vllm": "vllm_engine"}[engine]
     return [*ALWAYS, *sizes, *skewed.words(shape, folder / shape, mean=256, longest=4096, prompt=128, engine=own)]
+
+
+def traced(words: list[str], to: Path) -> list[str]:
+    """The same settings with an engine that writes down its steps."""
+    key, kept = "rollout.engine_arguments=", [word for word in words if not word.startswith("rollout.engine")]
+    rest = [word.removeprefix(key).strip("{}") for word in words if word.startswith(key)]
+    return [*kept, "rollout.engine=bench.gpu.traced:engine", f"{key}{{{', '.join([f'to: {to.absolute()}', *rest])}}}"]
 
 
 def small(folder: Path) -> list[str]:
@@ -93,6 +101,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--instances", type=int, default=1)
     parser.add_argument("--cells", nargs="+", help="some of the cells, such as 0-batch 2-stream, in this order")
     parser.add_argument("--limit", type=float, default=420, help="seconds after which no run is started")
+    parser.add_argument("--steps", type=int, help="of each run, instead of the usual number")
+    parser.add_argument("--trace", type=Path, help="folder for traces of the built-in engine (traced.py)")
     parser.add_argument("--smoke", action="store_true", help="a short run of a tiny model on the CPU")
     given = parser.parse_args(arguments)
     results = Results(given.output, given.limit)
@@ -102,11 +112,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     words = small(given.runs) if given.smoke else settings(given.workload, given.shape, given.runs, given.engine)
     wanted = [(int(bound), how) for bound, how in (cell.split("-") for cell in given.cells)] if given.cells else CELLS
     for bound, consume in CELLS[1:2] if given.smoke else wanted:
-        steps = 5 if given.smoke else STEPS[given.workload][bound]
+        steps = 5 if given.smoke else given.steps or STEPS[given.workload][bound]
         name = f"{kind}, {given.instances} x rollout, bound {bound}, {consume}"
         folder = given.runs / f"{kind}-{given.instances}".replace(" ", "-")
+        own = traced(words, given.trace / name.replace(", ", "-").replace(" ", "_")) if given.trace else words
         results.measure(
-            name, lambda at=(bound, consume, steps), f=folder: cell(f, f"{at[0]}-{at[1]}", words, *at, given.instances)
+            name,
+            lambda at=(bound, consume, steps), f=folder, own=own: cell(
+                f, f"{at[0]}-{at[1]}", own, *at, given.instances
+            ),
         )
     if given.picture is not None:
         given.picture.write_text(picture(results.found))

@@ -6,7 +6,8 @@
 *Steady*: milliseconds of an ``engine.step()``, sampling and bookkeeping included, against the time to read weights and
 KV entries once at the speed of a plain device copy measured in the same run. *Skewed*: 512 requests with prompts of 256
 tokens and lognormal lengths (mean 493, longest 7,924), 256 running, wall seconds of a second run; graphs are recorded
-in a first. Every result is written to the file at once, and what is there already is not measured again.
+in a first. *Prefill*: a step that prefills a prompt beside 64 sequences of 512 tokens, and the same steps without.
+Every result is written to the file at once, and what is there already is not measured again.
 """
 
 import argparse
@@ -48,18 +49,20 @@ class Sizes:
     mean: int = 512
     longest: int = 8192
     most: int = 256
+    beside: int = 64
+    prefills: tuple[int, ...] = (32, 256, 1024, 2048, 8192)
 
 
-SMOKE = Sizes("cpu", "float32", ("tiny",), (1, 2), (32,), (("tiny", 4, 32),), 1, 3, 6, 8, 6, 16, 4)
+SMOKE = Sizes("cpu", "float32", ("tiny",), (1, 2), (32,), (("tiny", 4, 32),), 1, 3, 6, 8, 6, 16, 4, 2, (8, 16))
 
 
-def engine_of(sizes: Sizes, shape: str, running: int, tokens: int, way: str) -> TorchEngine:
+def engine_of(sizes: Sizes, shape: str, running: int, tokens: int, way: str, prefill: int = 2048) -> TorchEngine:
     with tempfile.TemporaryDirectory() as folder:
         write(shape, folder)
         options = EngineOptions(
             kv_tokens=tokens,
             max_running=running,
-            prefill_tokens=2048,
+            prefill_tokens=prefill,
             dtype=sizes.dtype,  # type: ignore[reportArgumentType]
             device=sizes.device,
             weights="random",
@@ -100,6 +103,29 @@ def steady(sizes: Sizes, shape: str, running: int, context: int, way: str, speed
     least = (weights + running * (context + sizes.warm + sizes.steps / 2) * entry) / speed
     engine.close()
     return {"ms": 1e3 * took, "roofline_ms": 1e3 * least, "of_roofline": least / took}
+
+
+def prefill(sizes: Sizes, shape: str, tokens: int) -> dict[str, float]:
+    """A step that prefills so many tokens beside sequences that decode; the median of some, and without the prefill."""
+    context, running = sizes.contexts[0], sizes.beside
+    engine = engine_of(sizes, shape, running + 1, running * (context + 256) + 4 * tokens, "few", tokens)
+    engine.scheduler.patience = 0.0
+    sampling = Sampling(max_tokens=10**6)
+    engine.submit([Request(f"t{at}", 1, [1] * context, sampling=sampling) for at in range(running)])
+    engine.scheduler.assume_computed()
+    took: dict[str, list[float]] = {"with": [], "without": []}
+
+    def step() -> None:
+        began = time.perf_counter()
+        output = engine.step()
+        took["with" if output.prefilled else "without"].append(time.perf_counter() - began)
+
+    for at in range(sizes.warm):
+        engine.submit([Request(f"p{at}", 1, [2 + at, *[at % 5] * (tokens - 1)], sampling=Sampling(max_tokens=1))])
+        for _ in range(4):
+            step()
+    engine.close()
+    return {f"{kind}_ms": 1e3 * sorted(each)[len(each) // 2] for kind, each in took.items()}
 
 
 def mix(vocabulary: int, requests: int, prompt: int, mean: int, longest: int) -> tuple[list[list[int]], list[int]]:
@@ -160,6 +186,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         for way in WAYS:
             cell = (shape, n, context, way)
             calls[f"{shape} {n} x {context} {way}"] = lambda cell=cell: steady(sizes, *cell, speed)
+    for shape in sizes.shapes:
+        for tokens in sizes.prefills:
+            calls[f"{shape} prefill {tokens}"] = lambda cell=(shape, tokens): prefill(sizes, *cell)
     for name, call in calls.items():
         if re.search(given.only, name):
             results.measure(name, call)

@@ -163,7 +163,7 @@ def _narrow(machine: Machine, limits: dict[str, Any], runs: Path) -> Iterator[Fi
     if not os.access(_existing(runs), os.W_OK):
         yield Finding(True, f"{runs} cannot be written", "make it writable, or give another folder by runs=...")
     if machine.gpus and _mps():
-        fix = "stop it for runs that matter: under it a trainer with few multiprocessors computed what is not finite"
+        fix = "leave CUDA_MPS_ACTIVE_THREAD_PERCENTAGE unset: with most shares matrix products were wrong on an H200"
         yield Finding(False, "CUDA's Multi-Process Service runs here, which is not tested", fix)
     if not sys.platform.startswith("linux"):
         what = f"{platform.system()} is not tested, and runs do not take over in place after a crash there"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from staleflow.rollout.attention import Layout, PagedAttention, PrefillSpan
-from staleflow.rollout.device import DTYPES, cuda_part, device_of
+from staleflow.rollout.device import DTYPES, cuda_parts, device_of
 from staleflow.rollout.engine import (
     EngineError,
     LoadWeights,
@@ -39,15 +39,17 @@ from staleflow.rollout.sampling import Drawn, Params, draw, uniform
 from staleflow.rollout.scheduler import Scheduler, StepPlan
 from staleflow.rollout.sequence import Sequence
 from staleflow.rollout.stopping import StopStrings
+from staleflow.rollout.tiles import Spans
 from staleflow.types import Failed, InstanceState
 
 if TYPE_CHECKING:
-    from staleflow.rollout.cuda import DecodeGraphs
+    from staleflow.rollout.cuda import DecodeGraphs, Flight
+    from staleflow.rollout.cuda_prefill import PrefillSteps
 
 
 PREFILL_COST = 4.0
-"""On a GPU, what a step with prefill costs in steps without: it is not one CUDA graph but some hundred launches, which
-take 20 ms for a 1.5 B model on an H200, where a graph with some hundred sequences takes 3 to 6."""
+"""On a GPU, what a step with prefill costs in steps without: it holds up all that decode, the longest among them, and
+the step after it is launched only when its tokens are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,9 @@ class TorchEngine:
         self.pool = PagePool(options.kv_tokens, options.page_size)
         self._graphs: DecodeGraphs | None = None
         """Where a decoding step is one CUDA graph."""
-        kind = PagedAttention if self.device.type == "cpu" else cuda_part().CudaAttention
-        self.attention = kind(config.geometry, self.pool.total, options.page_size, dtype, self.device)
+        self._prefills: PrefillSteps | None = None
+        """Steps with prefill on a GPU."""
+        self.attention = PagedAttention(config.geometry, self.pool.total, options.page_size, dtype, self.device)
         self.rows = Rows(options.max_running, self.attention.null_page)
         self.scheduler = Scheduler(self.pool, self.rows, options.prefill_tokens)
         self.scheduler.version = version
@@ -94,9 +97,10 @@ class TorchEngine:
         """The longest sequence, prompt included, that it can hold."""
         if self.device.type == "cuda":
             pages = self.pool.pages_for(self.capacity)
-            self._graphs = cuda_part().DecodeGraphs(
-                self.model, self.attention, options.max_running, pages, options.persistent_kernel
-            )
+            decoding, prefilling = cuda_parts()
+            self._graphs = decoding(self.model, self.attention, options.max_running, pages, options.persistent_kernel)
+            tokens = options.prefill_tokens + options.max_running
+            self._prefills = prefilling(self.model, self.attention, options.max_running, tokens, pages)
             self.scheduler.patience = PREFILL_COST
         self._ahead: _Flight | None = None
         """The next step, launched before the tokens of the last one were known."""
@@ -110,11 +114,12 @@ class TorchEngine:
 
     def prepare(self) -> None:
         """On a GPU: compile and record now what the first steps would have to wait for."""
-        if self._graphs is not None:
+        if self._graphs is not None and self._prefills is not None:
             self.submit([Request("first", 0, [0] * 8, sampling=Sampling(max_tokens=2))])
             while self.busy:
                 self.step()
             self._graphs.prepare()
+            self._prefills.prepare()
             self.pool.forget()
             self._last = None
 
@@ -250,6 +255,8 @@ class TorchEngine:
             self.attention.copy_pages(plan.copies)
         if self._graphs is not None and not plan.prefill:
             flight = self._replay(self._graphs, plan, self.rows.token[plan.order])
+        elif self._prefills is not None:
+            flight = self._prefill(self._prefills, plan)
         else:
             drawn, drawing = self._run(plan)
             flight = _Flight(plan.order, len(plan.decode), drawing, lambda: drawn)
@@ -290,12 +297,31 @@ class TorchEngine:
         if params.truncated.any():
             drawn = draw(flight.logits, params)
             return _Flight(order, len(order), plan.decode, lambda: drawn)
+        return _Flight(order, len(order), plan.decode, lambda: _drawn(flight), blind=True)
 
-        def collect() -> Drawn:
-            tokens, logprobs = flight.collect()
-            return Drawn(tokens, logprobs, [math.isfinite(each) for each in logprobs])
-
-        return _Flight(order, len(order), plan.decode, collect, blind=True)
+    def _prefill(self, steps: "PrefillSteps", plan: StepPlan) -> "_Flight":
+        """A step with prefill on a GPU: a token of each sequence that decodes, then what is prefilled."""
+        rows, order = self.rows, plan.order
+        parts = plan.prefill
+        held = np.concatenate((order, np.array([part.sequence.row for part in parts], np.int64)))
+        starts = np.concatenate((rows.position[order], np.array([part.start for part in parts], np.int64)))
+        lengths = np.concatenate((np.ones_like(order), np.array([part.length for part in parts], np.int64)))
+        given = (part.sequence.tokens[part.start : part.start + part.length] for part in parts)
+        tokens = np.concatenate((rows.token[order], *(np.array(each, np.int64) for each in given)))
+        draws = np.concatenate((np.ones(len(order), np.bool_), np.array([part.last for part in parts], np.bool_)))
+        params = Params.of(rows, held[draws])
+        flight = steps.launch(
+            tokens,
+            Spans.of(starts, lengths, rows.tables[held], self.pool.page_size),
+            np.cumsum(lengths)[draws] - 1,
+            uniform(params.seed, params.drawn),
+            params.temperature,
+        )
+        drawing = [*plan.decode, *(part.sequence for part in parts if part.last)]
+        if params.truncated.any():
+            drawn = draw(flight.logits, params)
+            return _Flight(order, len(order), drawing, lambda: drawn)
+        return _Flight(order, len(order), drawing, lambda: _drawn(flight))
 
     def _run(self, plan: StepPlan) -> tuple[Drawn, list[Sequence]]:
         """Run a plan's tokens through the model and draw from what comes out. Also returns who draws."""
@@ -379,6 +405,11 @@ class TorchEngine:
         self._failed.append(Failed(request.name, request.epoch, message))
         del self._requests[request.name]
         self._release(sequence, keep=False)
+
+
+def _drawn(flight: "Flight") -> Drawn:
+    tokens, logprobs = flight.collect()
+    return Drawn(tokens, logprobs, [math.isfinite(each) for each in logprobs])
 
 
 def make(model_folder: str | Path, options: EngineOptions) -> TorchEngine:

@@ -14,7 +14,8 @@ device, so the next step can be launched before anyone has read them, with all i
 """
 
 import warnings
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from staleflow.rollout import cuda_kernels as kernels
-from staleflow.rollout.attention import Layout, PagedAttention, PrefillSpan
+from staleflow.rollout.attention import PagedAttention
 from staleflow.rollout.few import FewRows, supported
 from staleflow.rollout.model import Model
 from staleflow.rollout.rows import Ints
@@ -34,82 +35,46 @@ TRIALS, DIFFERENCE = 8, 0.15
 Rounding to bfloat16 in another order makes 0.03 to 0.05 on 24 to 28 layers with random weights."""
 
 
-class _Spans(NamedTuple):
-    """All that a step prefills, for one call: where the contexts are, and where each span's begins."""
-
-    slots: Tensor
-    queries: Tensor
-    keys: Tensor
-    longest_query: int
-    longest_key: int
-
-
-class CudaAttention(PagedAttention):
-    """Entries and copies as on the CPU; decoding by a kernel that reads the pages where they are; prefill, in bfloat16,
-    by one call for all sequences: after a pull hundreds of short contexts are computed again."""
-
-    def begin(self, layout: Layout) -> None:
-        self._slots = torch.from_numpy(layout.slots).to(self.device)
-        self._tables = torch.from_numpy(layout.tables.astype(np.int32)).to(self.device)
-        self._lengths = torch.from_numpy(layout.lengths.astype(np.int32)).to(self.device)
-        together = self.entries[0].dtype == torch.bfloat16 and self.geometry.head_dim % 8 == 0
-        self._spans = self._together(layout.prefill) if layout.prefill and together else None
-        self._prefill = [] if together else [(span, *self._context(span)) for span in layout.prefill]
-
-    def _together(self, spans: list[PrefillSpan]) -> _Spans:
-        size = self.page_size
-        lengths, contexts = [span.length for span in spans], [span.start + span.length for span in spans]
-        slots = [
-            (np.array(span.pages)[:, None] * size + np.arange(size)).reshape(-1)[:tokens]
-            for span, tokens in zip(spans, contexts, strict=True)
-        ]
-        begins = [np.cumsum([0, *each], dtype=np.int32) for each in (lengths, contexts)]
-        queries, keys = (torch.from_numpy(each).to(self.device) for each in begins)
-        held = torch.from_numpy(np.concatenate(slots)).to(self.device)
-        return _Spans(held, queries, keys, max(lengths), max(contexts))
-
-    def _prefill_together(self, held: Tensor, spans: _Spans, query: Tensor) -> Tensor:
-        """Of ``query [tokens, heads, head_dim]``, each span the end of its context."""
-        keys, values = held.index_select(1, spans.slots).transpose(0, 1).chunk(2, 1)
-        where = (spans.queries, spans.keys, spans.longest_query, spans.longest_key)
-        how = (query, keys, values, *where, 0.0, True, False)
-        return torch.ops.aten._flash_attention_forward(*how, scale=self.scale)[0]
-
-    def attend(self, layer: int, query: Tensor, entries: Tensor) -> Tensor:
-        held = self.entries[layer]
-        held.index_copy_(1, self._slots, entries.transpose(0, 1))
-        out = torch.empty_like(query)
-        rows = len(self._lengths)
-        if rows:
-            asking = query[:rows].contiguous()
-            found = kernels.attend(asking, held, self._tables, self._lengths, self.page_size, self.scale)
-            out[:rows] = found.view(rows, *query.shape[1:])
-        if self._spans is not None:
-            out[rows:] = self._prefill_together(held, self._spans, query[rows:])
-        for span, mask, index in self._prefill:
-            self._prefill_span(self._by_page[layer], span, mask, index, query, entries, out)
-        return out.view(len(query), -1)
-
-
-def decode(model: Model, attention: PagedAttention, tokens: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
-    """Logits of one token of each row."""
+def layers(
+    model: Model,
+    attention: PagedAttention,
+    tokens: Tensor,
+    positions: Tensor,
+    where: Tensor,
+    attend: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """The residual before the last addition and what is to be added. ``where``: as ``rotate_and_store`` has it."""
     config = model.config
     _, heads, kv_heads, head_dim = config.geometry
     page, epsilon = attention.page_size, config.epsilon
-    lengths = positions + 1
     x = functional.embedding(tokens, model.embedding)
     y: Tensor | None = None
     for layer, entries in zip(model.layers, attention.entries, strict=True):
         normed = kernels.add_and_norm(x, y, layer.attention_norm, epsilon)
         qkv = functional.linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, head_dim)
         norms = layer.query_norm, layer.key_norm
-        query = kernels.rotate_and_store(qkv, norms, model.turns, positions, tables, entries, heads, page, epsilon)
-        found = kernels.attend(query, entries, tables, lengths, page, attention.scale)
-        y = functional.linear(found, layer.out, layer.out_bias)
+        query = kernels.rotate_and_store(qkv, norms, model.turns, positions, where, entries, heads, page, epsilon)
+        y = functional.linear(attend(query, entries), layer.out, layer.out_bias)
         normed = kernels.add_and_norm(x, y, layer.mlp_norm, epsilon)
         gated = kernels.gate(functional.linear(normed, layer.gate_up, layer.gate_up_bias))
         y = functional.linear(gated, layer.down, layer.down_bias)
-    return functional.linear(kernels.add_and_norm(x, y, model.norm, epsilon), model.head)
+    assert y is not None
+    return x, y
+
+
+def logits_of(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    """Of what ``layers`` returns; ``x`` is overwritten."""
+    return functional.linear(kernels.add_and_norm(x, y, model.norm, model.config.epsilon), model.head)
+
+
+def decode(model: Model, attention: PagedAttention, tokens: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+    """Logits of one token of each row."""
+    lengths, page = positions + 1, attention.page_size
+
+    def attend(query: Tensor, entries: Tensor) -> Tensor:
+        return kernels.attend(query, entries, tables, lengths, page, attention.scale)
+
+    return logits_of(model, *layers(model, attention, tokens, positions, tables, attend))
 
 
 class Flight(NamedTuple):
@@ -128,11 +93,40 @@ class Flight(NamedTuple):
         return self.tokens[: self.rows].tolist(), self.logprobs[: self.rows].tolist()
 
 
-class _Recorded(NamedTuple):
+class Staging:
+    """Pinned memory for what goes to the device and what comes back."""
+
+    def __init__(self, ints: int, rows: int) -> None:
+        self.ints = torch.zeros(ints, dtype=torch.int32, pin_memory=True)
+        self.floats = torch.zeros(2 * rows, dtype=torch.float64, pin_memory=True)
+        self._tokens = torch.zeros(rows, dtype=torch.int64, pin_memory=True)
+        self._logprobs = torch.zeros(rows, dtype=torch.float32, pin_memory=True)
+        self.free = torch.cuda.Event()
+
+    def bring_back(self, count: int, logits: Tensor, tokens: Tensor, logprobs: Tensor) -> Flight:
+        """What the first ``count`` rows drew, when they have."""
+        self._tokens[: len(tokens)].copy_(tokens, non_blocking=True)
+        self._logprobs[: len(tokens)].copy_(logprobs, non_blocking=True)
+        self.free.record()
+        return Flight(count, logits[:count], self._tokens, self._logprobs, self.free)
+
+
+class Recorded(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    logits: Tensor
-    tokens: Tensor
-    logprobs: Tensor
+    outputs: tuple[Tensor, ...]
+
+
+def captured(call: Callable[[], tuple[Tensor, ...]], pool: Any) -> Recorded:
+    """A graph of what the call does. It is run once before: kernels are compiled, libraries make their work space."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        outputs = call()
+    return Recorded(graph, outputs)
 
 
 class DecodeGraphs:
@@ -145,14 +139,14 @@ class DecodeGraphs:
         self._few = FewRows(model, attention) if persistent and supported(attention.device) else None
         self._modes = [True, False]
         """How the kernel for few rows may wait (``polled`` or not): those that have not failed here."""
-        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._recorded: dict[tuple[int, int], Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
         device = attention.device
         rows, width = rows_for(most_rows), width_for(most_pages)
         self._ints = torch.zeros(rows * (2 + width), dtype=torch.int32, device=device)
         self._floats = torch.zeros(2 * rows, dtype=torch.float64, device=device)
         self._last = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._staged = [_Staging(self._ints.numel(), rows) for _ in range(2)]
+        self._staged = [Staging(self._ints.numel(), rows) for _ in range(2)]
         """One is filled while the device may still read the other."""
         self._turn = 0
 
@@ -193,12 +187,10 @@ class DecodeGraphs:
         self._floats[: 2 * rows].copy_(staging.floats[: 2 * rows], non_blocking=True)
         recorded = self._recorded.get((rows, width)) or self._record(rows, width)
         recorded.graph.replay()
-        staging.tokens[:rows].copy_(recorded.tokens, non_blocking=True)
-        staging.logprobs[:rows].copy_(recorded.logprobs, non_blocking=True)
-        staging.free.record()
-        return Flight(count, recorded.logits[:count], staging.tokens, staging.logprobs, staging.free)
+        logits, drawn, logprobs = recorded.outputs
+        return staging.bring_back(count, logits, drawn, logprobs)
 
-    def _record(self, rows: int, width: int) -> _Recorded:
+    def _record(self, rows: int, width: int) -> Recorded:
         """The step as a graph, decoded in the fastest way. Its inputs are there already: the ways are tried on them."""
         best = plain = self._capture(rows, width, None)
         if self._few is not None and self._few.fits(rows):
@@ -208,7 +200,7 @@ class DecodeGraphs:
         self._recorded[rows, width] = best
         return best
 
-    def _right(self, rows: int, width: int, plain: _Recorded) -> _Recorded | None:
+    def _right(self, rows: int, width: int, plain: Recorded) -> Recorded | None:
         """With the kernel for few rows; None if it cannot be used or does not give the logits of the plain path."""
         expected = self._logits(plain)
         if not torch.isfinite(expected).all():
@@ -226,27 +218,19 @@ class DecodeGraphs:
             warnings.warn(f"few.cu is wrong on this GPU (polled: {polled}), decoding without it", stacklevel=2)
         return None
 
-    def _capture(self, rows: int, width: int, polled: bool | None) -> _Recorded:
-        """A graph. Run once before: kernels are compiled and libraries make their work space."""
-        side = torch.cuda.Stream()
+    def _capture(self, rows: int, width: int, polled: bool | None) -> Recorded:
         before = self._last.clone()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._step(rows, width, polled)
-        torch.cuda.current_stream().wait_stream(side)
+        recorded = captured(lambda: self._step(rows, width, polled), self._pool)
         self._last.copy_(before)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = self._step(rows, width, polled)
-        return _Recorded(graph, *outputs)
+        return recorded
 
-    def _logits(self, recorded: _Recorded) -> Tensor:
+    def _logits(self, recorded: Recorded) -> Tensor:
         last = self._last.clone()
         recorded.graph.replay()
         self._last.copy_(last)
-        return recorded.logits.float()
+        return recorded.outputs[0].float()
 
-    def _milliseconds(self, recorded: _Recorded) -> float:
+    def _milliseconds(self, recorded: Recorded) -> float:
         """The shortest of several: another process on the same GPU makes some of them longer."""
         last, took = self._last.clone(), list[float]()
         for _ in range(TRIALS):
@@ -272,17 +256,6 @@ class DecodeGraphs:
         uniforms, temperatures = self._floats[:rows], self._floats[rows : 2 * rows]
         logprobs = kernels.pick(logits, temperatures, uniforms, last)
         return logits, last, logprobs
-
-
-class _Staging:
-    """Pinned memory for what goes to the device and what comes back."""
-
-    def __init__(self, ints: int, rows: int) -> None:
-        self.ints = torch.zeros(ints, dtype=torch.int32, pin_memory=True)
-        self.floats = torch.zeros(2 * rows, dtype=torch.float64, pin_memory=True)
-        self.tokens = torch.zeros(rows, dtype=torch.int64, pin_memory=True)
-        self.logprobs = torch.zeros(rows, dtype=torch.float32, pin_memory=True)
-        self.free = torch.cuda.Event()
 
 
 def rows_for(count: int) -> int:

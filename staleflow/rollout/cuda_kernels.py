@@ -1,8 +1,8 @@
-"""Triton kernels for decoding on a GPU: attention over pages, and the small steps between two matrix products.
+"""Triton kernels for a step on a GPU: attention over pages, and the small steps between two matrix products.
 
-Everything here works on one token for each sequence and on shapes that do not depend on data, so that a whole decoding
-step can be recorded as one CUDA graph. Entries are laid out as ``attention.py`` says: ``[2 * kv_heads, slots,
-head_dim]``, keys first, a slot being ``page * page_size + offset``.
+Everything here works on shapes that do not depend on data, so that a whole step can be recorded as one CUDA graph:
+one token for each sequence, or (``attend_spans``) spans of tokens that are cut into tiles. Entries are laid out as
+``attention.py`` says: ``[2 * kv_heads, slots, head_dim]``, keys first, a slot being ``page * page_size + offset``.
 """
 
 # Triton's language is not typed, and a kernel's pointers are not tensors.
@@ -19,6 +19,8 @@ VOCABULARY_BLOCK = 2048
 PROGRAMS, LONGEST = 512, 4096
 """Programs that keep a large GPU busy with attention, and the most tokens that one should have: where sequences are
 few, or may be long, the context of each is split among several."""
+TILE = {torch.float32: 32, torch.bfloat16: 128}
+"""Queries (tokens times the heads that share a key head) that a program of ``attend_spans`` looks at together."""
 
 
 @triton.jit
@@ -95,10 +97,56 @@ def _combine(
 
 
 @triton.jit
+def _attend_spans(
+    query, entries, tiles, pages, out, scale, slots, most,
+    heads: tl.constexpr, kv_heads: tl.constexpr, share: tl.constexpr, padded: tl.constexpr, tokens: tl.constexpr,
+    size: tl.constexpr, wide: tl.constexpr, page: tl.constexpr, block: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    """Tokens of one span that follow each other, with the query heads that share a key head."""
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    count = tl.load(tiles + most + tile)
+    if count == 0:
+        return
+    first = tl.load(tiles + tile)
+    start = tl.load(tiles + 2 * most + tile)
+    table = pages + tl.load(tiles + 3 * most + tile)
+    place = tl.arange(0, wide)
+    inside = place < size
+    line = tl.arange(0, tokens * padded)
+    step, head = line // padded, line % padded
+    at = ((first + step) * heads + kv_head * share + head)[:, None] * size + place[None, :]
+    asked = ((step < count) & (head < share))[:, None] & inside[None, :]
+    q = tl.load(query + at, mask=asked, other=0.0)
+    best = tl.full([tokens * padded], float("-inf"), tl.float32)
+    total = tl.zeros([tokens * padded], tl.float32)
+    found = tl.zeros([tokens * padded, wide], tl.float32)
+    keys = entries + kv_head.to(tl.int64) * slots * size
+    values = entries + (kv_heads + kv_head).to(tl.int64) * slots * size
+    end = start + count
+    for begin in range(0, end, block):
+        token = begin + tl.arange(0, block)
+        here = token < end
+        number = tl.load(table + token // page, mask=here, other=0).to(tl.int64)
+        offset = (number * page + token % page)[:, None] * size + place[None, :]
+        there = here[:, None] & inside[None, :]
+        k = tl.load(keys + offset, mask=there, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=precision) * (scale * 1.4426950408889634)
+        scores = tl.where(token[None, :] <= (start + step)[:, None], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(best - higher)
+        v = tl.load(values + offset, mask=there, other=0.0)
+        found = found * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=precision)
+        total = total * shrink + tl.sum(weights, 1)
+        best = higher
+    tl.store(out + at, (found / total[:, None]).to(out.dtype.element_ty), mask=asked)
+
+
+@triton.jit
 def _rotate_and_store(
     qkv, query_norm, key_norm, cos, sin, positions, tables, query, entries, epsilon, slots, width,
     heads: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr, wide: tl.constexpr, page: tl.constexpr,
-    normed: tl.constexpr,
+    normed: tl.constexpr, slotted: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: norm, rotation, and where it belongs. Values are only stored."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -109,8 +157,10 @@ def _rotate_and_store(
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     position = tl.load(positions + row)
-    number = tl.load(tables + row * width + position // page).to(tl.int64)
-    slot = number * page + position % page
+    if slotted:
+        slot = tl.load(tables + row).to(tl.int64)
+    else:
+        slot = tl.load(tables + row * width + position // page).to(tl.int64) * page + position % page
     kind = entries.dtype.element_ty
     if head < heads + kv_heads:
         if normed:
@@ -247,6 +297,32 @@ def attend(query: Tensor, entries: Tensor, tables: Tensor, lengths: Tensor, page
     return out
 
 
+def tile_tokens(heads: int, kv_heads: int, dtype: torch.dtype) -> int:
+    """Tokens of a tile of ``attend_spans``."""
+    return max(1, TILE[dtype] // triton.next_power_of_2(heads // kv_heads))
+
+
+def attend_spans(query: Tensor, entries: Tensor, tiles: Tensor, pages: Tensor, page: int, scale: float) -> Tensor:
+    """``query [tokens, heads, head_dim]`` in tiles, each token over its context up to itself.
+
+    ``tiles [4, most]``: of each the place of its first token, its tokens (at most ``tile_tokens``; 0: there is none),
+    how many tokens of the context are before them, and where in ``pages`` the pages of the context begin. Tokens in no
+    tile get any values. Returns ``[tokens, heads * head_dim]``.
+    """
+    count, heads, size = query.shape
+    kv_heads = entries.shape[0] // 2
+    share, most = heads // kv_heads, tiles.shape[1]
+    out = torch.empty(count, heads * size, dtype=query.dtype, device=query.device)
+    wide, exact = max(16, triton.next_power_of_2(size)), query.dtype == torch.float32
+    _attend_spans[(most, kv_heads)](
+        query, entries, tiles, pages, out, scale, entries.shape[1], most,
+        heads=heads, kv_heads=kv_heads, share=share, padded=triton.next_power_of_2(share),
+        tokens=tile_tokens(heads, kv_heads, query.dtype), size=size, wide=wide, page=page, block=BLOCK,
+        num_warps=8 if wide > 64 else 4, num_stages=1 if exact else 2, precision="ieee" if exact else "tf32",
+    )  # fmt: skip
+    return out
+
+
 def rotate_and_store(
     qkv: Tensor,
     norms: tuple[Tensor | None, Tensor | None],
@@ -258,15 +334,18 @@ def rotate_and_store(
     page: int,
     epsilon: float,
 ) -> Tensor:
-    """Put the keys and values of ``qkv [rows, heads + 2 * kv_heads, head_dim]`` in their pages; return the queries."""
+    """Put the keys and values of ``qkv [rows, heads + 2 * kv_heads, head_dim]`` in their pages; return the queries.
+
+    ``tables``: the pages of each row, or, of one dimension, the slot of each row.
+    """
     rows, every, size = qkv.shape
     query = torch.empty(rows, heads, size, dtype=qkv.dtype, device=qkv.device)
     query_norm, key_norm = norms
     normed = query_norm is not None
     _rotate_and_store[(rows, every)](
         qkv, query_norm if normed else qkv, key_norm if normed else qkv, *turns, positions, tables, query, entries,
-        epsilon, entries.shape[1], tables.shape[1], heads=heads, kv_heads=(every - heads) // 2, half=size // 2,
-        wide=triton.next_power_of_2(size // 2), page=page, normed=normed, num_warps=1,
+        epsilon, entries.shape[1], tables.shape[-1], heads=heads, kv_heads=(every - heads) // 2, half=size // 2,
+        wide=triton.next_power_of_2(size // 2), page=page, normed=normed, slotted=tables.dim() == 1, num_warps=1,
     )  # fmt: skip
     return query
 

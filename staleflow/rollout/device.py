@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from staleflow.rollout.engine import EngineError
+from staleflow.sound_gpu import wrong_products
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -15,13 +16,16 @@ def device_of(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise EngineError("device is cuda, but PyTorch finds no GPU here: give cpu, or install PyTorch for CUDA")
+    if device.type == "cuda" and (problem := wrong_products(device)) is not None:
+        raise EngineError(problem)
     return device
 
 
-def cuda_part() -> Any:
-    """The part that needs Triton, which only builds of PyTorch for CUDA bring along."""
+def cuda_parts() -> tuple[Any, Any]:
+    """What decodes and what prefills on a GPU: both need Triton, which only builds of PyTorch for CUDA bring along."""
     try:
-        module: ModuleType = importlib.import_module("staleflow.rollout.cuda")
+        decoding: ModuleType = importlib.import_module("staleflow.rollout.cuda")
+        prefilling: ModuleType = importlib.import_module("staleflow.rollout.cuda_prefill")
     except ModuleNotFoundError as error:
         raise EngineError(f"decoding on a GPU needs {error.name}: install PyTorch for CUDA, which brings it") from None
-    return module
+    return decoding.DecodeGraphs, prefilling.PrefillSteps

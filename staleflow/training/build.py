@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from staleflow.errors import line_of
+from staleflow.sound_gpu import wrong_products
 from staleflow.training.checkpoints import quiet
 from staleflow.training.options import TrainerOptions
 from staleflow.training.trainer import Trainer
@@ -26,6 +27,8 @@ def build(folder: str | Path, options: TrainerOptions) -> Trainer:
     where = torch.device(options.device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {options.device}: torch sees no GPU here, use cpu or install torch with CUDA")
+    if where.type == "cuda" and (problem := wrong_products(where)) is not None:
+        raise ValueError(problem)
     return Trainer(read_model(folder).to(where), options)
 
 

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bench.gpu import engines, lab, learning, simulated, skewed, system, tail  # noqa: E402
+from bench.gpu import engines, lab, learning, simulated, skewed, system, tail, traced  # noqa: E402
 
 
 def test_few_sequences_and_resume(tmp_path: Path) -> None:
@@ -81,3 +81,14 @@ def test_accuracy_by_bound_and_the_picture_of_it(tmp_path: Path, monkeypatch: py
 
 def test_nothing_is_begun_after_the_time_limit() -> None:
     assert lab.Results(None, limit_s=-1).measure("late", lambda: 1) is None
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_traced_run_tells_its_steps_and_pulls_apart(tmp_path: Path) -> None:
+    system.main(["--smoke", "--runs", str(tmp_path), "--trace", str(tmp_path / "traces")])
+    (found,) = traced.main([str(each) for each in (tmp_path / "traces").glob("*/*.jsonl")]).values()
+    assert found["pull"]["steps"] > 0
+    assert found["prefill"]["prefilled"] > 0
+    assert found["not ahead"]["made"] > 0
+    assert found["all"]["steps"] == sum(row["steps"] for kind, row in found.items() if kind != "all")

@@ -60,6 +60,6 @@ def test_a_service_that_shares_gpus_is_named_where_there_are_some(
 
     assert "Multi-Process Service" not in told()
     (tmp_path / "control").touch()
-    assert "note: CUDA's Multi-Process Service runs here, which is not tested: stop it" in told()
+    assert "note: CUDA's Multi-Process Service runs here, which is not tested: leave" in told()
     monkeypatch.setattr(doctor, "this_machine", lambda: Machine(2, 64 << 30, (), 32 << 30))
     assert "Multi-Process Service" not in told()

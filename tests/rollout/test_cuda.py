@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from staleflow.rollout import few
+from staleflow.rollout.attention import PagedAttention
 from staleflow.rollout.engine import Request, Sampling
 from staleflow.rollout.model import Model
 from staleflow.rollout.model_folder import read_config
@@ -89,7 +90,7 @@ def test_the_kernel_for_few_rows_equals_the_plain_path(tmp_path: Path, rows: int
     model = Model(read_config(tmp_path), torch.bfloat16, CUDA)
     model.randomise()
     page, width = 32, 64
-    attention = cuda.CudaAttention(model.config.geometry, rows * width, page, torch.bfloat16, CUDA)
+    attention = PagedAttention(model.config.geometry, rows * width, page, torch.bfloat16, CUDA)
     for entries in attention.entries:
         entries.normal_()
     tables = torch.randperm(rows * width, device=CUDA).int().view(rows, width)
