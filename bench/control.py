@@ -59,7 +59,7 @@ from staleflow.tasks.adder import FIRST_COUNTER, PROMPT_TOKENS, VOCABULARY, Adde
 from staleflow.tasks.prompts import TaskPrompts
 from staleflow.types import Finish, InstanceState, Pushed, Spans, ToProcess
 from staleflow.workers.link import Gone
-from staleflow.workers.rollout import Requests, RolloutWorker, serve
+from staleflow.workers.rollout import TICK_S, Requests, RolloutWorker, serve
 
 TARGET_US = 100.0
 TARGET_SHARE = 0.04
@@ -282,7 +282,7 @@ class Bench:
         config = self.config
         peer = Peer("trainer")
         trainer = RemoteTrainer(peer, self.server, 0)  # type: ignore[arg-type]
-        pool = RewardPool(config.reward, self._scored, self._failed, None, "adder")
+        pool = RewardPool(config.reward, self._scored, self._failed, None, "adder", heard_s=TICK_S)
         cost = CostModel(0.003, 0.003, 3e-5, 0.0, 1e-8, 1e-5)
         settings = Settings(config.strategies, cost, cycle_s=0.0, pull_s=0.1)
         self.control = ControlPlane(

@@ -1,82 +1,163 @@
 """The runs of ``system.py`` predicted by the simulator: what it says beside what was measured, with the errors.
 
-    python bench/gpu/simulated.py --runs RUNS/skewed-qwen-0.5b-2 --tail tail.json --json error.json     # no GPU needed
+    python bench/gpu/simulated.py --runs RUNS/skewed-qwen-0.5b-1 --tail docs/results/engine_few.json    # no GPU needed
     python bench/gpu/simulated.py --measured system.json ...       # also cells of which only the results are at hand
 
-The production control plane runs over modelled engines and a modelled trainer, with the lengths that the runs had.
-Costs are those of a process that has the card to itself: of decoding, the cells of ``tail.py``; of a step with prefill,
-also its launches (``--launches``: the kinds of steps that ``tail.py`` tells apart); of prefill and training, the
-synchronous run, in which nothing else happens meanwhile. Kernels of different processes do not run at the
-same time: the card is theirs in turn (*in turn*). The trainer's share of it while instances run is the one number taken
-from the run with bound 2: how much longer a token took to train there. Instances have the rest, evenly. *As if alone*
-is the prediction without that, *as in bound 2* the one with costs as they were inside that run, whoever else had work
-there.
+The production control plane runs over modelled engines and a modelled trainer, with the lengths that the runs had, and
+with the belief that it had there: in a real run it decides by a guess from the model's geometry, not by what steps turn
+out to cost. That guess says how many sequences an instance is given at once, and so how old they are when they are
+trained.
+
+Costs are those of a process that has the card to itself: of decoding and prefill, the cells of ``tail.py``, with lines
+between them; better of decoding, a trace of the synchronous run (``--trace``), which also has what the worker does
+between two steps and the numbers of sequences between the cells. ``--launches``: a step with prefill is not a CUDA
+graph, and costs this and a price for each token. Of training, the synchronous run: nothing else happens meanwhile.
+Kernels of different processes do not run at the same time: the card is theirs in turn (*in turn*, ``turns.py``). The
+slice of time is the one number taken from the run with bound 2: how much longer a token took to train there. *As if
+alone* is the prediction without that, *as in bound 2* the one with costs as they were inside that run, whoever else had
+work there. Without a run of bound 2, streamed, that with the largest bound takes its place.
 """
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import log2
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.gpu.skewed import length
-from bench.shared_cores import SharedCluster
+from bench.gpu.turns import CardCluster, slice_for
 from bench.simulator_error import METRICS, compared, left_out, observed
+from staleflow.config.gpus import COMMON
+from staleflow.config.sizes import read_sizes
 from staleflow.coordinator.cost import CostModel
 from staleflow.observe.metrics import read_metrics
 from staleflow.rollout.fit import Point, fit
+from staleflow.rollout.shapes import SHAPES
 from staleflow.simulate.setting import Setting, setting_of
 from staleflow.simulate.trace import Trace
 from staleflow.study.measured import read_run
 
 SYNCHRONOUS, CONTENDED = "0-batch", "2-stream"
+RUN = re.compile(r"\d+-(batch|stream)")
 MOST = 0.9
 """The trainer's largest share of the card, whatever a noisy run measured: instances are left something."""
+MOST_BETWEEN_S = 0.001
+"""Between two steps of an instance that has work; if there is more, it had none."""
 Rows = dict[str, dict[str, Any]]
+Line = tuple[tuple[float, float], ...]
+"""Sizes in order, and the seconds of each."""
+
+
+def between(line: Line, size: float) -> float:
+    """The seconds of a size; below the first those of the first, beyond the last as between the last two."""
+    if size <= line[0][0] or len(line) == 1:
+        return line[0][1]
+    at = min(bisect_left(line, (size, 0.0)), len(line) - 1)
+    (low, low_s), (high, high_s) = line[at - 1], line[at]
+    return low_s + (high_s - low_s) * (size - low) / (high - low)
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
-    """How fast processes on one card are: speeds as ``SharedCluster`` asks for them."""
+class Priced(CostModel):
+    """An engine that takes what was measured, with lines between: a kernel for few sequences bends them more than
+    ``CostModel`` does."""
 
-    trainer: float | None
-    """The trainer's share of the card while instances run, which have the rest; None: everyone has a card."""
-    cores: int = 1
-
-    def speeds(self, running: int, training: bool) -> tuple[float, float]:
-        """Of each running instance, and of the trainer."""
-        if self.trainer is None:
-            return 1.0, 1.0
-        share = self.trainer if training and running else float(training)
-        return (1 - share) / max(1, running), max(share, self.trainer)
-
-
-@dataclass(frozen=True, slots=True)
-class Launching(CostModel):
-    """An engine whose steps with prefill are not CUDA graphs: launches take ``launches`` seconds more."""
-
-    launches: float = 0.0
+    decoding: Line = ()
+    """By sequences that run, without what their context adds."""
+    prefilling: Line = ()
+    """By tokens prefilled: what a step takes longer."""
 
     def step(self, running: int, context: int, prefill: int = 0) -> float:
-        return CostModel.step(self, running, context, prefill) + self.launches * bool(prefill)
+        return self.steps(1, running, context, prefill)
 
     def steps(self, count: int, running: int, context: int, prefill: int = 0) -> float:
-        return CostModel.steps(self, count, running, context, prefill) + self.launches * bool(prefill) * count
+        one = between(self.prefilling, prefill) if prefill else 0.0
+        if not running:
+            return count * one
+        one += between(self.decoding, running)
+        return count * one + self.per_context_token * (count * context + running * (count * (count - 1) // 2))
 
 
-def decoding(cells: Mapping[str, Any], shape: str, per_prefill_token: float, launches: float) -> Any:
-    """The cost model of an engine that has the card to itself, by the cells of ``tail.py``."""
-    points: list[Point] = []
+def named(cells: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The cells of ``tail.py`` by name, also where a file holds those of several calls."""
     for name, cell in cells.items():
-        if name.startswith(shape) and name.endswith("few"):
+        if not isinstance(cell, dict):
+            continue
+        if "ms" in cell or "with_ms" in cell:
+            yield name, cell
+        else:
+            yield from named(cell)
+
+
+def priced(
+    cells: Mapping[str, Any],
+    shape: str,
+    per_prefill_token: float,
+    launches: float | None = None,
+    steps: Sequence[Sequence[Any]] = (),
+) -> Priced:
+    """An engine that has the card to itself, by the cells of ``tail.py``; ``steps``: decoding by a trace instead."""
+    points, prefill = list[Point](), dict[float, float]()
+    for name, cell in named(cells):
+        if name.startswith(f"{shape} prefill "):
+            prefill[int(name.split()[-1])] = (cell["with_ms"] - cell["without_ms"]) / 1e3
+        elif name.startswith(shape) and name.endswith("few"):
             running, context = (int(each) for each in name.removeprefix(shape).removesuffix("few").split(" x "))
             points.append(Point(running, running * context, cell["ms"] / 1e3))
-    found, errors = fit(points, per_prefill_token)
-    return Launching(**asdict(found), launches=launches), errors
+    model, _ = fit(points, per_prefill_token)
+    if launches is not None or not prefill:
+        prefill = {tokens: (launches or 0.0) + per_prefill_token * tokens for tokens in (1, 2)}
+    line = bare(inside(steps) or points, model.per_context_token)
+    return Priced(**asdict(model), decoding=line, prefilling=tuple(sorted(prefill.items())))
+
+
+def bare(points: Sequence[Point], per_context_token: float) -> Line:
+    """Seconds by sequences, less what their context adds; more sequences never take less."""
+    line: list[tuple[float, float]] = []
+    for running in sorted({point.running for point in points}):
+        seconds = [each.seconds - per_context_token * each.context for each in points if each.running == running]
+        line.append((running, max([sum(seconds) / len(seconds), *(before for _, before in line[-1:])])))
+    return tuple(line)
+
+
+def inside(steps: Sequence[Sequence[Any]]) -> list[Point]:
+    """What decoding took inside a run, by a trace of ``traced.py``: from one step to the next, since the worker has
+    something to do between them. Steps of about as many sequences are one point; those before the second pull, in
+    which everything is new, are left out."""
+    pulls = [at for at, (_, _, kind, *_) in enumerate(steps) if kind == "pull"]
+    sums: dict[int, list[float]] = {}
+    for at in range(pulls[1] if len(pulls) > 1 else 0, len(steps) - 1):
+        began, took, kind, running, _, context = steps[at]
+        if kind in ("pull", "prefill"):
+            continue
+        seconds = min(steps[at + 1][0] - began, took / 1e3 + MOST_BETWEEN_S)
+        about = sums.setdefault(round(4 * log2(running)), [0.0] * 4)
+        for where, value in enumerate((1.0, running, context, seconds)):
+            about[where] += value
+    return [
+        Point(round(running / count), round(context / count), seconds / count)
+        for count, running, context, seconds in sums.values()
+    ]
+
+
+def guessed(shape: str) -> CostModel:
+    """What the coordinator of a real run believes, where the run itself does not say it."""
+    sizes = read_sizes(shape, SHAPES[shape])
+    return CostModel.from_geometry(
+        parameters=sizes.parameters,
+        layers=sizes.layers,
+        kv_heads=sizes.kv_heads,
+        head_size=sizes.head_dim,
+        bandwidth=COMMON.bandwidth,
+        flops=COMMON.flops,
+    )
 
 
 def training(folder: Path) -> float:
@@ -85,8 +166,8 @@ def training(folder: Path) -> float:
     return sum(row["train_s"] for row in rows) / sum(row["tokens"] + row["prompt_tokens"] for row in rows)
 
 
-def predicted(setting: Setting, turns: Turns) -> dict[str, float]:
-    cluster = SharedCluster(setting, 0, turns, lambda _: True)  # type: ignore[arg-type]
+def predicted(setting: Setting, slice_s: float | None) -> dict[str, float]:
+    cluster = CardCluster(setting, 0, slice_s)
     cluster.run()
     marks, first = cluster.marks, left_out(setting.staleness, setting.steps)
     begin, end = marks[first - 1], marks[-1]
@@ -104,17 +185,33 @@ def predicted(setting: Setting, turns: Turns) -> dict[str, float]:
 def seen_in(runs: Path, instances: int) -> dict[str, dict[str, Any]]:
     """What was measured, by the folders of the runs."""
     found: dict[str, dict[str, Any]] = {}
-    for folder in sorted(runs.iterdir()):
+    for folder in sorted(each for each in runs.iterdir() if RUN.fullmatch(each.name)):
         seen = observed(folder, int(folder.name.split("-")[0]), instances)
         found[folder.name] = {"steps": read_run(str(folder)).summary["steps"], **seen}
     return found
 
 
 def written(results: Mapping[str, Any], shape: str, instances: int) -> dict[str, dict[str, Any]]:
-    """What was measured, by a file of results of ``system.py``."""
-    head = f"skewed {shape}, {instances} x rollout, bound "
-    rows = {name.removeprefix(head): row for name, row in results.items() if name.startswith(head)}
-    return {name.replace(", ", "-"): row for name, row in rows.items()}
+    """What was measured, by a file of results of ``system.py``, or one that holds several."""
+    head, found = f"skewed {shape}, {instances} x rollout, bound ", dict[str, dict[str, Any]]()
+    for name, row in results.items():
+        if not isinstance(row, dict):
+            continue
+        if RUN.fullmatch(cell := name.removeprefix(head).replace(", ", "-")):
+            found[cell] = row
+        elif "steps" not in row:
+            found |= written(row, shape, instances)
+    return found
+
+
+def contended(runs: Path) -> Path:
+    """The run that says how the card is shared."""
+    if (wanted := runs / CONTENDED).is_dir():
+        return wanted
+    others = [each for each in runs.iterdir() if RUN.fullmatch(each.name) and each.name != SYNCHRONOUS]
+    if not others:
+        raise SystemExit(f"{runs} has no run but {SYNCHRONOUS}: make {CONTENDED} with system.py")
+    return max(others, key=lambda each: (int(each.name.split("-")[0]), each.name))
 
 
 def compare(
@@ -124,40 +221,39 @@ def compare(
     mean: int,
     longest: int,
     prompt: int,
-    launches: float = 0.0,
+    launches: float | None = None,
     results: Mapping[str, Any] | None = None,
+    trace: Sequence[Sequence[Any]] = (),
 ) -> Rows:
     """By run: each figure measured and predicted, in three ways."""
-    alone, shared = read_run(str(runs / SYNCHRONOUS)), read_run(str(runs / CONTENDED))
+    alone, shared = read_run(str(runs / SYNCHRONOUS)), read_run(str(contended(runs)))
     assert alone.cost is not None
-    costs, errors = decoding(cells, shape, alone.cost.per_prefill_token / alone.summary["instances"], launches)
+    instances, size, groups = (alone.summary[key] for key in ("instances", "group_size", "groups"))
+    costs = priced(cells, shape, alone.cost.per_prefill_token / instances, launches, trace)
+    believed = alone.believed or guessed(shape)
     per_token_s = training(runs / SYNCHRONOUS)
-    share = min(MOST, per_token_s / training(runs / CONTENDED))
-    alone_us = 1e6 * per_token_s
-    print(
-        f"decoding alone: {costs}, mean error {errors.mean:.1%}; training alone: {alone_us:.2f} us a token",
-        file=sys.stderr,
-    )
-    print(f"the trainer's share beside instances: {share:.2f}", file=sys.stderr)
-    found: Rows = {}
-    instances, size = alone.summary["instances"], alone.summary["group_size"]
-    for name, seen in (written(results or {}, shape, instances) | seen_in(runs, instances)).items():
+    share = min(MOST, per_token_s / training(shared.folder))
+
+    def settings(name: str, steps: int) -> tuple[Setting, Setting]:
         bound, consume = name.split("-")
-        steps = seen["steps"]
-        count = alone.summary["groups"] * (steps + int(bound) + 2)
-        trace = Trace(
+        count = groups * (steps + int(bound) + 2)
+        lengths = Trace(
             (prompt,) * count,
             tuple(tuple(length(f"p{at}/{member}", mean, longest) for member in range(size)) for at in range(count)),
         )
         words = [f"steps={steps}", f"staleness={bound}", f"strategies.consume={consume}"]
-        own = setting_of(alone.config(words), "alone", trace)
-        own = replace(own, rollout=costs, trainer_per_token_gpu_s=per_token_s, trainer_fixed_s=0.0)
-        then = setting_of(shared.config(words), "contended", trace)
-        ways = {
-            "in turn": (own, Turns(share)),
-            "as if alone": (own, Turns(None)),
-            "as in bound 2": (then, Turns(None)),
-        }
+        own = setting_of(alone.config(words), "alone", lengths)
+        own = replace(own, rollout=costs, trainer_per_token_gpu_s=per_token_s, trainer_fixed_s=0.0, believed=believed)
+        return own, replace(setting_of(shared.config(words), "contended", lengths), believed=believed)
+
+    slice_s = slice_for(settings(shared.folder.name, shared.summary["steps"])[0], share)
+    print(f"decoding alone: {costs}; training alone: {1e6 * per_token_s:.2f} us a token", file=sys.stderr)
+    said = f"the trainer's share beside instances in {shared.folder.name}: {share:.2f}"
+    print(f"{said}, as with slices of {1e3 * slice_s:.2f} ms", file=sys.stderr)
+    found: Rows = {}
+    for name, seen in (written(results or {}, shape, instances) | seen_in(runs, instances)).items():
+        own, then = settings(name, seen["steps"])
+        ways = {"in turn": (own, slice_s), "as if alone": (own, None), "as in bound 2": (then, None)}
         found[name] = {
             way: {key: compared(key, seen[key], values[key]) for key in METRICS}
             for way, values in ((way, predicted(*given)) for way, given in ways.items())
@@ -183,13 +279,16 @@ def main(arguments: list[str] | None = None) -> Rows:
     parser.add_argument("--tail", type=Path, required=True, help="what tail.py wrote")
     parser.add_argument("--shape", default="qwen-0.5b")
     parser.add_argument("--lengths", type=int, nargs=3, default=(256, 4096, 128), help="mean, longest, prompt")
-    parser.add_argument("--launches", type=float, default=0.018, help="seconds")
+    parser.add_argument("--launches", type=float, help="seconds of a step with prefill that is not a CUDA graph")
     parser.add_argument("--measured", type=Path, help="what system.py wrote: cells without a folder of their own")
+    parser.add_argument("--trace", type=Path, help=f"of {SYNCHRONOUS} by traced.py: what decoding takes inside a run")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     results = json.loads(given.measured.read_text()) if given.measured is not None else None
     cells = json.loads(given.tail.read_text())
-    rows = compare(given.runs, cells, given.shape, *given.lengths, launches=given.launches, results=results)
+    trace = [json.loads(line) for line in given.trace.read_text().splitlines()] if given.trace is not None else []
+    how = {"launches": given.launches, "results": results, "trace": trace}
+    rows = compare(given.runs, cells, given.shape, *given.lengths, **how)
     print(table(rows))
     if given.json is not None:
         given.json.write_text(json.dumps(rows, indent=1))

@@ -34,7 +34,11 @@ from staleflow.servers.lifecycle import Trajectory
 from staleflow.tasks.task import Problem
 
 MOST_AHEAD = 32
-"""Responses that are sent to one worker before it has answered the first."""
+"""Responses that are sent to one worker before it has answered the first, unless they are quick."""
+MOST_QUICK = 256
+"""Of those that are: more answers than these do not fit into a socket that nobody reads."""
+RECENT = 0.1
+"""Weight of the latest response in how long one takes."""
 MOST_BYTES_AHEAD = 1 << 24
 """Beyond this no more are added to a message: rows may be large."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
@@ -53,10 +57,11 @@ class RewardPool:
         decoder: str = "",
         on_away: Callable[[str], None] = lambda _: None,
         on_lost: Callable[[str], None] = lambda _: None,
+        heard_s: float = 0.0,
     ) -> None:
         """``decoder``: how workers decode tokens (``load_decoder`` in worker.py); "" if they do not. ``on_away`` is
         called with the reason whenever a service that is away was asked in vain, ``on_lost`` whenever a worker died or
-        was killed."""
+        was killed. ``heard_s``: how long it may be until the event loop hears what a worker has answered."""
         self.options = options
         self._on_reward = on_reward
         self._on_failure = on_failure
@@ -70,6 +75,9 @@ class RewardPool:
         """Rewards so far."""
         self._held: dict[str, int] = {}
         """By response that found the service away: how many answers there had been."""
+        self._heard_s = heard_s
+        self._response_s = 0.0
+        """That a response takes a worker; 0 before the first."""
         self._stderr = stderr
         self._decoder = decoder
         self._numbers = count()
@@ -125,6 +133,8 @@ class RewardPool:
 
     def answered(self, due: Due, answer: Answer) -> None:
         name, job = due
+        if answer.seconds:
+            self._response_s += (RECENT if self._response_s else 1.0) * (answer.seconds - self._response_s)
         if self._asked.get(name) is not job:
             return
         if answer.away and self._hold(due, answer.why):
@@ -196,9 +206,14 @@ class RewardPool:
                 self._give_up(self._next(), f"no reward worker could be started ({error})")
 
     def _next(self) -> deque[Due]:
-        """The next responses for one worker: its share of those that wait, to be sent in one system call."""
-        most = min(MOST_AHEAD, 1 + (len(self._queue) - 1) // self.options.workers)
-        taken = [self._queue.popleft() for _ in range(most)]
+        """The next responses for one worker: its share of those that wait, to be sent in one system call. A worker that
+        has answered all of them does nothing until that is heard, so it gets as many as it can score meanwhile: small
+        shares, which leave the rest to whoever is done first, are for responses that take longer."""
+        waiting = len(self._queue)
+        share = min(MOST_AHEAD, 1 + (waiting - 1) // self.options.workers)
+        quick = min(MOST_QUICK, int(self._heard_s / self._response_s)) if self._response_s else 0
+        even = -(-waiting // max(1, len(self._idle)))
+        taken = [self._queue.popleft() for _ in range(max(share, min(quick, even)))]
         return deque([each for each in taken if self._asked.get(each.name) is each.job])
 
     def _frame(self, due: deque[Due]) -> bytes:

@@ -38,6 +38,8 @@ class Answer(msgspec.Struct, array_like=True):
     """Not this response failed but a service that the reward needs: it is asked again later."""
     parts: tuple[float, ...] = ()
     """Where there are several rewards: each of them, in the order of the setting."""
+    seconds: float = 0.0
+    """That the worker took for it; 0 if no worker answered."""
 
 
 def pack(message: list[Job] | Answer) -> bytes:

@@ -1,8 +1,8 @@
 """A reward worker: ``python -m staleflow.reward.worker OPTIONS DECODER``; jobs on standard input, answers on output.
 
-One job at a time; every job is answered at once, with a reward or with the reason why there is none. What the reward
-function prints goes to standard error, so that it cannot be taken for an answer. When the pool ends, so does the
-worker, even if the reward function never returns::
+One job at a time; every job is answered at once, with a reward or with the reason why there is none, and how long it
+took. What the reward function prints goes to standard error, so that it cannot be taken for an answer. When the pool
+ends, so does the worker, even if the reward function never returns::
 
     process = subprocess.Popen([sys.executable, "-m", "staleflow.reward.worker", options, ""], ...)
     process.stdin.write(pack([job]))
@@ -13,6 +13,7 @@ import os
 import struct
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -61,7 +62,10 @@ def serve(jobs_in: int, answers_out: int, options: Reward, decoder: str, own: Ma
     answers.write(pack(Answer(READY, reward=0.0)))
     with asyncio.Runner() as runner:
         while True:
-            answers.write(pack(score(rewards, decode, jobs.get(), runner)))
+            job, began = jobs.get(), time.perf_counter()
+            answer = score(rewards, decode, job, runner)
+            answer.seconds = time.perf_counter() - began
+            answers.write(pack(answer))
 
 
 def load_decoder(decoder: str) -> Decode | None:

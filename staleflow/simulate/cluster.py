@@ -276,7 +276,7 @@ class Cluster:
         self._replay(server)
         settings = Settings(
             setting.strategies,
-            setting.rollout,
+            setting.believed or setting.rollout,
             cycle_s=setting.cycle_s,
             instance_timeout_s=self._instance_timeout_s,
             pull_s=setting.weight_bytes / setting.link_bandwidth,

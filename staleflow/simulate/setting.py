@@ -82,6 +82,8 @@ class Setting:
     turns: int = 1
     tool_s: float = 0.0
     tool_tokens: int = 0
+    believed: CostModel | None = None
+    """What the coordinator believes engine steps to cost; None: what they do cost."""
     least_training_gpus: int = field(default=1, repr=False)
     """That hold the trainer's state."""
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.config import Config, load
+from staleflow.config.cluster import COEFFICIENTS, takes_time
 from staleflow.config.costs import read_profile
 from staleflow.config.presets import PAPER
 from staleflow.config.text import render_flow
@@ -66,6 +67,8 @@ class MeasuredRun:
     summary: Mapping[str, Any]
     cost: CostModel | None
     """Cost of engine steps; None if the run has no profile."""
+    believed: CostModel | None = None
+    """What its coordinator believed engine steps to cost; None if the run does not say."""
     times: Mapping[str, float] = field(default_factory=dict[str, float])
     prompts: tuple[int, ...] = ()
     """Which prompt each group was made from, if that is known."""
@@ -77,7 +80,8 @@ class MeasuredRun:
     def setting(self, words: Sequence[str] = (), source: str | None = None) -> Setting:
         """The run to be simulated: ``source`` or its own configuration, what it measured, and ``key=value`` changes."""
         config = self.config(words, source)
-        return setting_of(config, "measured run", self.trace(config.group_size))
+        setting = setting_of(config, "measured run", self.trace(config.group_size))
+        return replace(setting, believed=self.believed)
 
     def config(self, words: Sequence[str] = (), source: str | None = None) -> Config:
         own = self.folder / "config.yaml"
@@ -160,6 +164,7 @@ def read_run(name: str) -> MeasuredRun:
         training=training,
         summary=summary,
         cost=read_profile(str(profile)) if profile.exists() else None,
+        believed=_believed(summary, folder / "summary.json"),
         times={key: _number(summary, key, str(folder / "summary.json")) for key in TIMES if key in summary},
         prompts=tuple(prompts),
         signal=tuple(signal),
@@ -219,6 +224,19 @@ def _number(step: Mapping[str, Any], key: str, where: str) -> float:
         seen = "is missing" if value is None else f"is {value!r}"
         raise ConfigError(f"{where}: {key} {seen}; it must be a number, 0 or more")
     return float(value)
+
+
+def _believed(summary: Mapping[str, Any], where: Path) -> CostModel | None:
+    found = summary.get("believed")
+    if found is None:
+        return None
+    try:
+        values = {each: float(found[each]) for each in COEFFICIENTS}
+    except (ValueError, TypeError, KeyError):
+        values = {}
+    if not values or not takes_time(values):
+        raise ConfigError(f"{where}: believed is {found!r}: give the file as the run wrote it")
+    return CostModel(**values)
 
 
 def _listed(step: Mapping[str, Any], key: str, kind: type, where: str) -> list[Any]:

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.shared_cores import alone, teaches
+from staleflow.coordinator.cost import CostModel
 from staleflow.errors import ConfigError
+from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.trace import Trace
 from staleflow.study.measured import line, read_run, training_costs
 
@@ -57,6 +59,23 @@ def test_everything_that_was_measured_is_applied(tmp_path: Path) -> None:
     assert setting.trainer_fixed_s == pytest.approx(0.1)
     assert setting.rollout.floor == 0.002
     setting.check()
+
+
+def test_the_coordinator_does_not_know_what_it_only_learned_afterwards(tmp_path: Path) -> None:
+    """A real run decides by a guess; with what its engines turned out to cost it would have decided otherwise."""
+    guess = COSTS | {"floor": 0.5, "per_prefill_token": 1e-5}
+    assert read_run(run_directory(tmp_path)).setting().believed is None, "an older run does not say it"
+    setting = read_run(run_directory(tmp_path, {"believed": guess})).setting()
+    assert setting.believed == CostModel(**guess)
+    cluster = Cluster(setting, seed=0)
+    assert cluster.control.settings.cost.floor == 0.5
+    assert {rollout.engine.instance.cost.floor for rollout in cluster.rollouts} == {0.002}
+
+
+@pytest.mark.parametrize("believed", [3, {}, {"floor": 1.0}, dict.fromkeys([*COSTS, "per_prefill_token"], 0.0)])
+def test_a_belief_that_is_none_is_one_line(tmp_path: Path, believed: Any) -> None:
+    with pytest.raises(ConfigError, match=r"believed is .* give the file as the run wrote it"):
+        read_run(run_directory(tmp_path, {"believed": believed}))
 
 
 def test_alone_is_cpu_seconds_of_what_teaches(tmp_path: Path) -> None:

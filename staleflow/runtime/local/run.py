@@ -22,6 +22,7 @@ import signal
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,8 @@ class LocalRun:
 
     def _for_the_simulator(self) -> dict[str, Any]:
         """How large the run was and what things took: what ``staleflow.study.measured`` reads."""
-        return sizes(self.config) | {"cycle_s": CYCLE_S} | self.costs.means()
+        believed = {"believed": asdict(self._cost)}
+        return sizes(self.config) | {"cycle_s": CYCLE_S} | self.costs.means() | believed
 
     def _write_profile(self) -> None:
         """What the engines' steps took here, unless there were too few to tell."""
@@ -283,6 +285,7 @@ class LocalRun:
             decoder=decoder_of(config.data, self.model),
             on_away=self.hearing.reward_away,
             on_lost=self.hearing.reward_worker_lost,
+            heard_s=CYCLE_S,
         )
         self.control = self._control()
 

@@ -241,7 +241,7 @@ def test_checkpoints_load_in_transformers_and_summaries_have_their_keys(finished
     wanted = {
         "accuracy_initial", "accuracy_final", "steps", "wall_s", "seconds_to_90", "tokens_trained", "tokens_wasted",
         "trained_tokens_per_s", "bound", "max_staleness", "staleness_histogram", "violations", "groups_admitted",
-        "groups_committed", "groups_released", "trainer_idle", "control_overhead",
+        "groups_committed", "groups_released", "trainer_idle", "control_overhead", "believed",
     }  # fmt: skip
     assert wanted <= set(json.loads(json.dumps(summary)))
     assert sum(summary["staleness_histogram"].values()) == summary["tokens_trained"] > 0

@@ -1,0 +1,140 @@
+"""Processes that have one card in turn, and the prices of their steps."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bench.gpu import simulated  # noqa: E402
+from bench.gpu.turns import SWITCH_S, CardCluster, slice_for, trainers_share  # noqa: E402
+from staleflow.coordinator.cost import CostModel  # noqa: E402
+from staleflow.simulate.cluster import Cluster  # noqa: E402
+from staleflow.simulate.lengths import Constant  # noqa: E402
+from staleflow.simulate.setting import Setting, preset  # noqa: E402
+from staleflow.simulate.workload import Sampled, Workload  # noqa: E402
+
+DECODING_S = 0.001
+
+
+def setting(step_s: float = DECODING_S, **changes: Any) -> Setting:
+    """Decoding steps that take the same however many run; the trainer always has something to do."""
+    costs = CostModel(floor=step_s, base=0.0, per_sequence=0.0, fixed=0.0, per_context_token=0.0, per_prefill_token=0.0)
+    small: dict[str, Any] = {
+        "groups": 4, "group_size": 4, "instances": 1, "training_gpus": 1, "steps": 8, "staleness": 2,
+        "kv_tokens": 20_000, "max_running": 64, "trainer_per_token_gpu_s": 2e-4, "trainer_fixed_s": 0.0,
+        "push_s": 0.0, "reward_s": 0.0, "cycle_s": 0.01, "weight_bytes": 1.0, "rollout": costs,
+        "workload": Workload(Sampled(Constant(200), prompt=Constant(16)), max_tokens=2_000),
+    }  # fmt: skip
+    return replace(preset("paper-14b"), **small | changes)
+
+
+def ran(setting: Setting, slice_s: float | None) -> CardCluster:
+    cluster = CardCluster(setting, 0, slice_s)
+    cluster.run()
+    return cluster
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_with_a_card_for_everyone_nobody_waits(bound: int) -> None:
+    plain = Cluster(setting(staleness=bound), 0)
+    plain.run()
+    cluster = ran(setting(staleness=bound), None)
+    assert [mark.time for mark in cluster.marks] == pytest.approx([step.time for step in plain.recorder.steps])
+    assert cluster.recorder.token_staleness == plain.recorder.token_staleness
+    assert trainers_share(cluster) == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_short_step_takes_less_from_the_trainer_than_a_long_one() -> None:
+    """A share of the card that is always the same lets versions come too early while many sequences run."""
+    slice_s = 0.002
+    for step_s in (0.0005, 0.001, 0.02):
+        busy = setting(step_s, trainer_per_token_gpu_s=1e-5)  # the instance is never idle for long
+        share = slice_s / (slice_s + min(step_s, slice_s) + 2 * SWITCH_S)
+        assert trainers_share(ran(busy, slice_s)) == pytest.approx(share, abs=0.05)
+
+
+def test_an_instance_waits_a_slice_for_every_step_beside_a_trainer() -> None:
+    slow = setting(steps=2, staleness=1, trainer_per_token_gpu_s=0.01)
+    beside, apart = (ran(slow, slice_s).rollouts[0].engine.instance for slice_s in (0.002, None))
+    assert beside.generated_tokens >= apart.generated_tokens * 0.9
+    most = (DECODING_S + 0.002 + 2 * SWITCH_S) / DECODING_S
+    assert 1.2 < beside.busy_seconds / apart.busy_seconds <= most * 1.05
+
+
+def test_the_slice_is_found_again_from_the_trainers_share() -> None:
+    wanted = setting(trainer_per_token_gpu_s=0.001)
+    share = trainers_share(ran(wanted, 0.003))
+    assert trainers_share(ran(wanted, slice_for(wanted, share))) == pytest.approx(share, abs=0.02)
+
+
+def test_prices_between_and_beyond_what_was_measured() -> None:
+    line = ((1, 1.0), (3, 2.0), (4, 4.0))
+    assert [simulated.between(line, size) for size in (0, 1, 2, 3, 3.5, 4, 6)] == [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0]
+
+
+def cells() -> dict[str, Any]:
+    """Decoding that bends at 8 sequences, and prefill that does not rise evenly."""
+    one = {1: 0.5, 8: 0.6, 32: 0.95, 256: 1.2}
+    found: dict[str, Any] = {
+        f"m {n} x {context} few": {"ms": ms + 4e-6 * n * context} for n, ms in one.items() for context in (256, 1024)
+    }
+    found |= {f"m prefill {tokens}": {"with_ms": 1 + ms, "without_ms": 1.0} for tokens, ms in ((32, 1.0), (2048, 11.0))}
+    return {"what": "cells of two calls", "call 1": found, "call 2": {"m 1 x 256 plain": {"ms": 9.0}}}
+
+
+def test_decoding_with_a_bend_is_priced_as_it_was_measured() -> None:
+    price = simulated.priced(cells(), "m", 1e-6)
+    for name, cell in simulated.named(cells()):
+        if name.endswith("few"):
+            running, context = (int(each) for each in name.split()[1:4:2])
+            assert 1e3 * price.step(running, running * context) == pytest.approx(cell["ms"], rel=0.03)
+    assert 1e3 * (price.step(8, 0, 1040) - price.step(8, 0)) == pytest.approx(6.0), "half-way from 32 to 2,048"
+    assert price.steps(3, 8, 100, 32) == pytest.approx(sum(price.step(8, 100 + 8 * at, 32) for at in range(3)))
+
+
+def test_a_step_with_prefill_that_is_no_graph_costs_its_launches() -> None:
+    price = simulated.priced(cells(), "m", 1e-6, launches=0.018)
+    assert price.step(8, 0, 4000) - price.step(8, 0) == pytest.approx(0.022)
+
+
+def test_what_the_worker_does_between_two_steps_is_not_forgotten() -> None:
+    made: list[list[Any]] = [
+        [0.0, 1.0, "pull", 0, 0, 0],
+        [0.01, 90.0, "not ahead", 8, 0, 64],
+        [0.2, 1.0, "pull", 0, 0, 1],
+    ]
+    made += [[0.201 + 0.0012 * at, 1.0, "ahead", 8, 0, 64] for at in range(50)]
+    made += [[9.0, 1.0, "ahead", 1, 0, 8], [9.5, 5.0, "prefill", 1, 64, 8], [9.6, 0.9, "ahead", 2, 0, 16]]
+    eight, one = simulated.inside(made)
+    assert eight.running == 8
+    assert eight.seconds == pytest.approx(0.0012, rel=0.02), "the first steps and the wait for work do not count"
+    assert one.seconds == pytest.approx(0.002), "half a second without work is not the price of a step"
+
+
+def test_without_a_run_of_bound_2_another_says_how_the_card_is_shared(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="2-stream"):
+        simulated.contended(made(tmp_path, "0-batch"))
+    assert simulated.contended(made(tmp_path, "1-batch", "1-batch.run")).name == "1-batch"
+    assert simulated.contended(made(tmp_path, "3-batch", "2-stream")).name == "2-stream"
+
+
+def made(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).mkdir()
+    return folder
+
+
+def test_results_of_several_days_are_read_and_runs_of_another_kind_are_not() -> None:
+    row, head = {"steps": 3}, "skewed m, 1 x rollout, bound"
+    found = {
+        "2026-11-18": {"run": {"date": ""}, f"{head} 1, batch": row},
+        f"{head} 2, stream": row,
+        f"{head} 2, stream (traced)": row,
+        "skewed m on vllm, 1 x rollout, bound 3, stream": row,
+    }
+    assert simulated.written(found, "m", 1) == {"1-batch": row, "2-stream": row}
