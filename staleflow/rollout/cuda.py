@@ -1,7 +1,8 @@
 """Decoding on a GPU: one CUDA graph for a whole step, launched before the tokens of the step before it are looked at.
 
-Few rows are decoded by one persistent kernel (``few.py``) where that is faster: when a graph is recorded, both ways are
-run on its first step, and the kernel is taken if its logits are the same up to rounding and it takes less time.
+There are three ways to decode: plainly (``decode``, everywhere), up to 128 rows by a chain of kernels that overlap
+(``chain.py``), and up to 32 by one persistent kernel (``few.py``). When a graph is recorded, all that can are run on
+its first step, and the fastest is taken of those whose logits are the same up to rounding.
 
 A graph is recorded once for each size of batch (rounded up) and width of page tables, and then replayed: a step costs
 the CPU one launch. Rows that are only there to fill the batch up write to the null page. The last tokens stay on the
@@ -14,7 +15,7 @@ device, so the next step can be launched before anyone has read them, with all i
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,11 +26,15 @@ from torch.nn import functional
 
 from staleflow.rollout import cuda_kernels as kernels
 from staleflow.rollout.attention import PagedAttention
-from staleflow.rollout.few import FewRows, supported
+from staleflow.rollout.chain import Chain
+from staleflow.rollout.few import FewRows
 from staleflow.rollout.model import Model
+from staleflow.rollout.nvrtc import supported
 from staleflow.rollout.rows import Ints
 
 Floats = npt.NDArray[np.float64]
+PLAIN, CHAINED, FEW = "plain", "chain", ("few, looking at values", "few, at barriers")
+"""Ways to decode. Blocks of few.cu wait for each other in one of two: the second is tried if the first is wrong."""
 TRIALS, DIFFERENCE = 8, 0.15
 """Replays that are timed; the distance of logits, relative to their size, above which one of two ways is wrong.
 Rounding to bfloat16 in another order makes 0.03 to 0.05 on 24 to 28 layers with random weights."""
@@ -133,12 +138,14 @@ class DecodeGraphs:
     def __init__(
         self, model: Model, attention: PagedAttention, most_rows: int, most_pages: int, persistent: bool = True
     ) -> None:
-        """``persistent``: try the kernel for few rows, too."""
+        """``persistent``: try the kernels for few rows, too."""
         self._model = model
         self._attention = attention
-        self._few = FewRows(model, attention) if persistent and supported(attention.device) else None
-        self._modes = [True, False]
-        """How the kernel for few rows may wait (``polled`` or not): those that have not failed here."""
+        own = persistent and supported(attention.device)
+        self._few = FewRows(model, attention) if own else None
+        self._chain = Chain(model, attention) if own else None
+        self._failed: set[str] = set()
+        """The ways that turned out wrong here."""
         self._recorded: dict[tuple[int, int], Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
         device = attention.device
@@ -151,10 +158,15 @@ class DecodeGraphs:
         self._turn = 0
 
     def prepare(self) -> None:
-        """Record all sizes of batches with short contexts, which come first. Only the null page is written."""
+        """Record all sizes of batches with short contexts, which come first. Only the null page is written, and read as
+        contexts half as long as they can be: the ways to decode are compared on them."""
         width, most = width_for(1), len(self._last)
+        middle = min(width * self._attention.page_size // 2, len(self._model.turns[0]) - 1)
+        if self._chain is not None:
+            self._chain.prepare(most)
         for rows in sorted({rows_for(count) for count in range(1, most + 1)}):
             self._ints.zero_()
+            self._ints[rows : 2 * rows] = middle
             self._ints[2 * rows : 2 * rows + rows * width] = self._attention.null_page
             self._record(rows, width)
 
@@ -192,35 +204,40 @@ class DecodeGraphs:
 
     def _record(self, rows: int, width: int) -> Recorded:
         """The step as a graph, decoded in the fastest way. Its inputs are there already: the ways are tried on them."""
-        best = plain = self._capture(rows, width, None)
-        if self._few is not None and self._few.fits(rows):
-            few = self._right(rows, width, plain)
-            if few is not None and self._milliseconds(few) < self._milliseconds(plain):
-                best = few
+        plain = self._capture(rows, width, PLAIN)
+        ways = [plain, *self._others(rows, width, plain)]
+        best = ways[0] if len(ways) == 1 else min(ways, key=self._milliseconds)
         self._recorded[rows, width] = best
         return best
 
-    def _right(self, rows: int, width: int, plain: Recorded) -> Recorded | None:
-        """With the kernel for few rows; None if it cannot be used or does not give the logits of the plain path."""
-        expected = self._logits(plain)
-        if not torch.isfinite(expected).all():
-            return None
-        for polled in self._modes.copy():
+    def _others(self, rows: int, width: int, plain: Recorded) -> Iterator[Recorded]:
+        """The step decoded in other ways, if they give the logits of the plain one."""
+        names = [*FEW] * (self._few is not None and self._few.fits(rows))
+        names += [CHAINED] * (self._chain is not None and self._chain.fits(rows))
+        expected = self._logits(plain) if names else None
+        if expected is None or not torch.isfinite(expected).all():
+            return
+        seen = set[str]()
+        for name in names:
+            kind = "few.cu" if name in FEW else "chain.cu"
+            if name in self._failed or kind in seen:
+                continue
             try:
-                few = self._capture(rows, width, polled)
+                other = self._capture(rows, width, name)
             except (OSError, RuntimeError) as error:
-                warnings.warn(f"few.cu cannot be used, decoding without it: {error}", stacklevel=2)
-                self._modes.clear()
-                return None
-            if (self._logits(few) - expected).norm() <= DIFFERENCE * expected.norm():
-                return few
-            self._modes.remove(polled)
-            warnings.warn(f"few.cu is wrong on this GPU (polled: {polled}), decoding without it", stacklevel=2)
-        return None
+                self._failed |= {name}
+                warnings.warn(f"{kind} cannot be used, decoding without it: {error}", stacklevel=2)
+                continue
+            if (self._logits(other) - expected).norm() <= DIFFERENCE * expected.norm():
+                seen.add(kind)
+                yield other
+            else:
+                self._failed.add(name)
+                warnings.warn(f"{kind} is wrong on this GPU ({name}), decoding without it", stacklevel=2)
 
-    def _capture(self, rows: int, width: int, polled: bool | None) -> Recorded:
+    def _capture(self, rows: int, width: int, way: str) -> Recorded:
         before = self._last.clone()
-        recorded = captured(lambda: self._step(rows, width, polled), self._pool)
+        recorded = captured(lambda: self._step(rows, width, way), self._pool)
         self._last.copy_(before)
         return recorded
 
@@ -243,13 +260,14 @@ class DecodeGraphs:
         self._last.copy_(last)
         return min(took)
 
-    def _step(self, rows: int, width: int, polled: bool | None) -> tuple[Tensor, Tensor, Tensor]:
-        """``polled``: how the kernel for few rows waits; None without it."""
+    def _step(self, rows: int, width: int, way: str) -> tuple[Tensor, Tensor, Tensor]:
         given, positions = self._ints[:rows], self._ints[rows : 2 * rows]
         tables = self._ints[2 * rows : 2 * rows + rows * width].view(rows, width)
         last = self._last[:rows]
-        if self._few is not None and polled is not None:
-            logits = self._few.decode(given, last, positions, tables, polled)
+        if way == CHAINED and self._chain is not None:
+            logits = self._chain.decode(given, self._last, positions, tables)
+        elif way in FEW and self._few is not None:
+            logits = self._few.decode(given, self._last, positions, tables, polled=way == FEW[0])
         else:
             tokens = torch.where(given < 0, self._last[(-1 - given).clamp_min(0)], given.long())
             logits = decode(self._model, self._attention, tokens, positions, tables)

@@ -24,7 +24,8 @@
 // lie in the ring together), DOWN_SPLIT and DOWN_TILES (how the last product of a layer is divided: parts of its columns, and
 // tiles of its rows for each block), CHUNK (least tokens of context that a block takes), MOST_ROWS (of the buffers), ITEMS (most
 // pieces of context), WINDOW (slots of the ring under way), POLLED (whether blocks look at values, or meet at a barrier between
-// any two stages) and PATIENCE (how often a thread looks for what is not there).
+// any two stages), PATIENCE (how often a thread looks for what is not there) and TRACED (whether blocks write down when they
+// passed which place).
 
 struct Decoding : Attention {
   using Attention::Attention;
@@ -61,6 +62,7 @@ struct Decoding : Attention {
 #pragma unroll 1
     for (;;) {
       const Layer& layer = p.layers[at < LAYERS ? at : 0];
+      layer_now = at;
       int twin = at % 2, other = 1 - twin, number = block_here(), items = s.first[ROWS];
       u16 *before = p.x + other * MOST_ROWS * HIDDEN, *between = p.x + (2 + twin) * MOST_ROWS * HIDDEN;
       u16 *after = p.x + twin * MOST_ROWS * HIDDEN, *qkv = p.qkv + twin * MOST_ROWS * QKV;
@@ -83,6 +85,7 @@ struct Decoding : Attention {
           number += GRID;
           if (number < items) look_ahead(ahead, layer, number);
         }
+        mark(15);
         between_stages();
         kind = OUT;
         if constexpr (QUERIES != HIDDEN) {
@@ -100,12 +103,15 @@ struct Decoding : Attention {
           clear(p.qkv + other * MOST_ROWS * QKV, QKV, mine, HOLDERS);
           clear(p.attended + other * MOST_ROWS * QUERIES, QUERIES, mine, HOLDERS);
         }
+        mark(16);
         arrive(), wait();
+        mark(17);
         clear(before, HIDDEN, block_here(), GRID);
         Job down = job_of<Down>(DOWN, p.gated, nullptr, layer.down_bias, DOWN_SPLIT == 1 ? between : nullptr, after, true);
         multiply<Down>(down, offset);
         if constexpr (DOWN_SPLIT > 1) {
           arrive(), wait();
+          mark(18);
           down.residual = between, down.kind = OUT;
           for (int i = block_here() * THREADS + thread; i < p.rows * HIDDEN; i += GRID * THREADS) {
             int row = i / HIDDEN, output = i % HIDDEN;
@@ -115,12 +121,13 @@ struct Decoding : Attention {
             finish(down, output, row, sum, 0, already, 0);
           }
         }
+        mark(19);
         between_stages();
         offset = next_offset(offset, Down::UNITS);
         kind = ++at < LAYERS ? QKV_ : HEAD;
       }
     }
-    if (thread == 0) leave(p.meeting);
+    if (thread == 0) leave(p.meeting, GRID);
   }
 };
 

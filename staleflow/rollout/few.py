@@ -1,16 +1,13 @@
 """A decoding step of at most 32 sequences as one persistent kernel (few.cu), compiled for the model when first used.
 
 The kernel is for bfloat16 on GPUs of compute capability 9.0 (H100, H200), and for models whose sizes ``fits`` accepts;
-everything else decodes with ``cuda.decode``. It needs no compiler but the one in CUDA's runtime (NVRTC), which PyTorch
-brings along. ::
+everything else decodes with ``chain.py`` or ``cuda.decode``. ::
 
     few = FewRows(model, attention)
     logits_NV = few.decode(given_N, last_N, positions_N, tables_NP)
 """
 
 import ctypes
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,11 +15,9 @@ from torch import Tensor
 from staleflow.rollout.attention import PagedAttention
 from staleflow.rollout.model import Model
 from staleflow.rollout.model_folder import ModelConfig
+from staleflow.rollout.nvrtc import COOPERATIVE, SHARED_MEMORY, compiled, function, launch, load, text_of
 
 MOST_ROWS = 32
-SHARED_MEMORY = 232_448
-"""Bytes of shared memory that a block may have: 227 KiB on compute capability 9.0."""
-CAPABILITY = (9, 0)
 HELD_REGISTERS = 120
 """Most registers of a thread for its part of a product's input; with 144, others would be spilled."""
 STEP, WARPS = 32, 8
@@ -32,6 +27,8 @@ LONGEST_CUT, CUT = 28, 24
 LEAST_CHUNK, WINDOW, PATIENCE = 128, 2, 1 << 20
 """Least tokens of context for a block; slots of the ring under way; how often a thread looks for what is not there."""
 THREADS = 384
+MARKS = 20
+"""Places of the code in a trace, as few_products.cu counts them."""
 
 
 def fits(config: ModelConfig, dtype: torch.dtype, page_size: int, rows: int) -> bool:
@@ -48,10 +45,6 @@ def fits(config: ModelConfig, dtype: torch.dtype, page_size: int, rows: int) -> 
         and all(size % STEP == 0 for size in sizes)
         and held <= HELD_REGISTERS
     )
-
-
-def supported(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == CAPABILITY
 
 
 def _tiles(rows: int) -> int:
@@ -88,7 +81,9 @@ def items_of(kv_heads: int, blocks: int) -> int:
     return -(-MOST_ROWS * kv_heads // blocks) * blocks
 
 
-def macros(config: ModelConfig, page_size: int, rows: int, blocks: int, polled: bool) -> dict[str, str]:
+def macros(
+    config: ModelConfig, page_size: int, rows: int, blocks: int, polled: bool, traced: bool = False
+) -> dict[str, str]:
     layers, heads, kv_heads, head_dim = config.geometry
     split, tiles = divided(config.hidden, config.intermediate, _tiles(rows), blocks)
     values = {
@@ -114,19 +109,16 @@ def macros(config: ModelConfig, page_size: int, rows: int, blocks: int, polled: 
         "WINDOW": WINDOW,
         "PATIENCE": PATIENCE,
         "POLLED": int(polled),
+        "TRACED": int(traced),
     }
     named = {name: str(value) for name, value in values.items()}
     return named | {"EPSILON": f"{config.epsilon:e}f", "SCALE": f"{head_dim**-0.5:e}f"}
 
 
-def source(parts: tuple[str, ...] = ("few_device", "few_products", "few_attention", "few")) -> str:
-    folder = Path(__file__).parent
-    return "\n".join((folder / f"{name}.cu").read_text() for name in parts)
-
-
+SOURCES = ("device", "common", "few_products", "few_attention", "few")
 POINTERS = (
     "layers", "embedding", "norm", "head", "cos", "sin", "given", "positions", "tables", "last",
-    "x", "qkv", "attended", "gated", "logits", "parts", "sums", "meeting",
+    "x", "qkv", "attended", "gated", "logits", "parts", "sums", "meeting", "trace",
 )  # fmt: skip
 
 
@@ -165,6 +157,8 @@ class Memory:
             for layer, entries in zip(model.layers, attention.entries, strict=True)
         ]  # fmt: skip
         self.logits = halves(rows, config.vocabulary)
+        self.trace = torch.zeros(blocks, len(model.layers) + 1, MARKS, dtype=torch.int64, device=device)
+        """Written by a kernel that is compiled with ``TRACED``."""
         self.slots = attention.entries[0].shape[1]
         self._tensors = {
             "layers": torch.tensor(addresses, dtype=torch.int64).to(device),
@@ -181,6 +175,7 @@ class Memory:
             "parts": floats(2, items_of(kv_heads, blocks), heads // kv_heads, head_dim + 2),
             "sums": floats(split, rows, config.hidden),
             "meeting": torch.zeros(2, dtype=torch.int32, device=device),
+            "trace": self.trace,
         }
 
     def step(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor) -> Step:
@@ -190,12 +185,19 @@ class Memory:
 
 
 class FewRows:
-    def __init__(self, model: Model, attention: PagedAttention) -> None:
+    def __init__(self, model: Model, attention: PagedAttention, traced: bool = False) -> None:
+        """``traced``: blocks write down when they passed which place (``trace``)."""
+        self._traced = traced
         self._config, self._page = model.config, attention.page_size
         self._dtype = model.dtype
         self._blocks = torch.cuda.get_device_properties(attention.device).multi_processor_count
         self._memory = Memory(model, attention, self._blocks)
         self._kernels: dict[tuple[int, bool], ctypes.c_void_p] = {}
+
+    @property
+    def trace(self) -> Tensor:
+        """``[blocks, layers + 1, MARKS]``: cycles of each block's own clock, of the last step."""
+        return self._memory.trace
 
     def fits(self, rows: int) -> bool:
         return fits(self._config, self._dtype, self._page, rows)
@@ -208,53 +210,9 @@ class FewRows:
         rows = len(positions)
         kernel = self._kernels.get((_tiles(rows), polled))
         if kernel is None:
-            options = macros(self._config, self._page, rows, self._blocks, polled)
-            kernel = self._kernels[_tiles(rows), polled] = load(compiled(source(), tuple(sorted(options.items()))))
+            options = macros(self._config, self._page, rows, self._blocks, polled, self._traced)
+            module = load(compiled("few.cu", text_of(*SOURCES), tuple(sorted(options.items()))))
+            kernel = self._kernels[_tiles(rows), polled] = function(module, b"decode_few", SHARED_MEMORY)
         step = self._memory.step(given, last, positions, tables)
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(step))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        size = (self._blocks, 1, 1, THREADS, 1, 1, SHARED_MEMORY)
-        _checked(_driver().cuLaunchCooperativeKernel(kernel, *size, stream, arguments))
+        launch(kernel, self._blocks, THREADS, SHARED_MEMORY, [step], COOPERATIVE)
         return self._memory.logits[:rows]
-
-
-@cache
-def compiled(text: str, options: tuple[tuple[str, str], ...]) -> bytes:
-    """Machine code for compute capability 9.0, by NVRTC."""
-    rtc = ctypes.CDLL(f"libnvrtc.so.{(torch.version.cuda or '12').split('.')[0]}")
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    rtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"few.cu", 0, None, None)
-    flags = ["--gpu-architecture=sm_90a", "--std=c++17", *(f"-D{name}={value}" for name, value in options)]
-    failed = rtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*map(str.encode, flags)))
-    if failed:
-        rtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        rtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"few.cu does not compile: {log.value.decode()}")
-    rtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    code = ctypes.create_string_buffer(size.value)
-    rtc.nvrtcGetCUBIN(program, code)
-    rtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return code.raw
-
-
-def load(code: bytes) -> ctypes.c_void_p:
-    module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
-    torch.cuda.current_stream()  # the context of the device exists from here on
-    _checked(_driver().cuModuleLoadData(ctypes.byref(module), code))
-    _checked(_driver().cuModuleGetFunction(ctypes.byref(kernel), module, b"decode_few"))
-    dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(_driver().cuFuncSetAttribute(kernel, dynamic_shared, SHARED_MEMORY))
-    return kernel
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _checked(result: int) -> None:
-    if result:
-        message = ctypes.c_char_p()
-        _driver().cuGetErrorString(result, ctypes.byref(message))
-        raise RuntimeError(f"CUDA: {(message.value or b'unknown error').decode()}")

@@ -34,85 +34,14 @@ struct Attention : Products {
     return {row, inside / pieces, begin, end < length ? end : length, length};
   }
 
-  struct Block {  // sixteen tokens, as the tensor cores want them
-    uint4x keys[2][HEAD_DIM / 32], values[HEAD_DIM / 64][4];
-  };
   DEVICE i64 slot_of(const Item& it, int token) {
     return (i64)step.tables[it.row * step.width + token / PAGE] * PAGE + token % PAGE;
   }
-  DEVICE void load_keys(Block& b, const u16* entries, const Item& it, i64 slot) {
-    const u16* at = entries + ((i64)it.head * step.slots + slot + g) * HEAD_DIM + t * 8;
-#pragma unroll
-    for (int o = 0; o < 2; ++o)
-#pragma unroll
-      for (int d = 0; d < HEAD_DIM / 32; ++d) b.keys[o][d] = read16(at + o * 8 * HEAD_DIM + d * 32);
+  DEVICE const u16* keys_at(const Layer& layer, const Item& it, i64 slot) {
+    return layer.entries + ((i64)it.head * step.slots + slot) * HEAD_DIM;
   }
-  DEVICE void load_values(Block& b, const u16* entries, const Item& it, i64 slot, int valid) {
-    const u16* at = entries + ((i64)(KV_HEADS + it.head) * step.slots + slot + 2 * t) * HEAD_DIM + g * 8;
-#pragma unroll
-    for (int d = 0; d < HEAD_DIM / 64; ++d)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        int token = e / 2 * 8 + e % 2;  // after 2 t
-        b.values[d][e] = {0, 0, 0, 0};  // what lies behind the end may be anything, also no number
-        if (2 * t + token < valid) b.values[d][e] = read16(at + token * HEAD_DIM + d * 64);
-      }
-  }
-
-  // Put this step's key and value where the block was loaded without them.
-  DEVICE void renew(Block& b, int token) {
-#pragma unroll
-    for (int o = 0; o < 2; ++o)
-      if (o * 8 + g == token)
-#pragma unroll
-        for (int d = 0; d < HEAD_DIM / 32; ++d) b.keys[o][d] = tile16((const char*)(s.fresh[0] + d * 32 + t * 8));
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      if (2 * t + e / 2 * 8 + e % 2 == token)
-#pragma unroll
-        for (int d = 0; d < HEAD_DIM / 64; ++d) b.values[d][e] = tile16((const char*)(s.fresh[1] + d * 64 + g * 8));
-  }
-
-  // One head of the step's token: norm and rotation. Two values that turn together are HEAD_DIM / 2 apart.
-  static constexpr int EACH = HEAD_DIM / 64, HALF = HEAD_DIM / 2;
-  struct Angle {
-    float cosine[EACH], sine[EACH];
-  };
-  DEVICE Angle angle_of(int position) {
-    Angle angle;
-#pragma unroll
-    for (int e = 0; e < EACH; ++e) {
-      i64 at = (i64)position * HEAD_DIM + lane * EACH + e;
-      angle.cosine[e] = wide(step.cos[at]), angle.sine[e] = wide(step.sin[HALF + at]);
-    }
-    return angle;
-  }
-  DEVICE void turn(const u16* from, u16* to, u16* also, const u16* norm, const Angle& angle) {
-    float a[EACH], b[EACH], squares = 0;
-#pragma unroll
-    for (int e = 0; e < EACH; ++e) {
-      int i = lane * EACH + e;
-      a[e] = wide(await_half(from + i)), b[e] = wide(await_half(from + HALF + i));
-      squares += a[e] * a[e] + b[e] * b[e];
-    }
-    meet_warp();
-    if (QK_NORM) {
-      for (int lanes = 1; lanes < 32; lanes *= 2) squares += across(squares, lanes);
-      float scale = inverse_root(squares / HEAD_DIM + EPSILON);
-#pragma unroll
-      for (int e = 0; e < EACH; ++e) {
-        int i = lane * EACH + e;
-        a[e] = rounded(a[e] * scale) * wide(norm[i]), b[e] = rounded(b[e] * scale) * wide(norm[HALF + i]);
-      }
-    }
-#pragma unroll
-    for (int e = 0; e < EACH; ++e) {
-      int i = lane * EACH + e;
-      u16 first = half(a[e] * angle.cosine[e] - b[e] * angle.sine[e]);
-      u16 second = half(b[e] * angle.cosine[e] + a[e] * angle.sine[e]);
-      to[i] = first, to[HALF + i] = second;
-      if (also) also[i] = first, also[HALF + i] = second;
-    }
+  DEVICE const u16* values_at(const Layer& layer, const Item& it, i64 slot) {
+    return layer.entries + ((i64)(KV_HEADS + it.head) * step.slots + slot) * HEAD_DIM;
   }
 
   DEVICE u16 await_half(const u16* at) {
@@ -131,13 +60,13 @@ struct Attention : Products {
   };
   DEVICE void look_ahead(Ahead& a, const Layer& layer, int number) {
     a.it = item(number);
-    a.angle = angle_of(a.it.length - 1);
+    a.angle.load(step.cos, step.sin, a.it.length - 1, lane);
     a.slot = slot_of(a.it, a.it.length - 1);
     int first = a.it.begin + warp * 16;
     if (first < a.it.end) {
       i64 slot = slot_of(a.it, first);
-      load_keys(a.block, layer.entries, a.it, slot);
-      load_values(a.block, layer.entries, a.it, slot, a.it.end - first);
+      a.block.load_keys(keys_at(layer, a.it, slot), g, t);
+      a.block.load_values(values_at(layer, a.it, slot), a.it.end - first, g, t);
     }
   }
 
@@ -147,18 +76,24 @@ struct Attention : Products {
     int position = it.length - 1, blocks = over(it.end - it.begin, 16);
     const u16* qkv = step.qkv + (twin * MOST_ROWS + it.row) * QKV;
     bool last = it.end == it.length;
+    auto turned = [&](const u16* from, u16* to, u16* also, const u16* norm, const Angle& angle) {
+      OneHead head;
+      head.load(from, lane, [&](const u16* at) { return await_half(at); });
+      meet_warp();
+      head.turn(to, also, norm, angle, lane);
+    };
 #pragma unroll 1
     for (int j = warp; j < SHARE + 2; j += WARPS) {
       if (j < 2 && last) {
         const u16* from = qkv + (HEADS + j * KV_HEADS + it.head) * HEAD_DIM;
         u16* to = layer.entries + ((i64)(j * KV_HEADS + it.head) * step.slots + ahead.slot) * HEAD_DIM;
-        if (j == 0) turn(from, to, s.fresh[0], layer.key_norm, ahead.angle);
+        if (j == 0) turned(from, to, s.fresh[0], layer.key_norm, ahead.angle);
         else
 #pragma unroll 1
           for (int i = lane; i < HEAD_DIM; i += 32) to[i] = s.fresh[1][i] = await_half(from + i);
       } else if (j >= 2) {
         const u16* from = qkv + (it.head * SHARE + j - 2) * HEAD_DIM;
-        turn(from, s.query + (j - 2) * QUERY_STRIDE, nullptr, layer.query_norm, ahead.angle);
+        turned(from, s.query + (j - 2) * QUERY_STRIDE, nullptr, layer.query_norm, ahead.angle);
       }
     }
     meet();
@@ -168,77 +103,22 @@ struct Attention : Products {
       query[d] = {0, 0, 0, 0};
       if (g < SHARE) query[d] = tile16((const char*)(s.query + g * QUERY_STRIDE + d * 32 + t * 8));
     }
-    float best = NOTHING, total = 0, found[HEAD_DIM / 64][8][2];
-#pragma unroll
-    for (int d = 0; d < HEAD_DIM / 64; ++d)
-#pragma unroll
-      for (int i = 0; i < 8; ++i) found[d][i][0] = found[d][i][1] = 0;
+    Found found;
     for (int block = warp; block < blocks; block += WARPS) {
-      int first = it.begin + block * 16;
+      int first = it.begin + block * 16, next = first + WARPS * 16;
       bool more = block + WARPS < blocks;
-      i64 slot = more ? slot_of(it, first + WARPS * 16) : 0;
-      if (first <= position && position < first + 16) renew(b, position % 16);
-      float score[2][4];
-#pragma unroll
-      for (int o = 0; o < 2; ++o) {
-        score[o][0] = score[o][1] = score[o][2] = score[o][3] = 0;
-#pragma unroll
-        for (int d = 0; d < HEAD_DIM / 32; ++d) {
-          mma(score[o], query[d].x, 0, query[d].y, 0, b.keys[o][d].x, b.keys[o][d].y);
-          mma(score[o], query[d].z, 0, query[d].w, 0, b.keys[o][d].z, b.keys[o][d].w);
-        }
-      }
-      if (more) load_keys(b, layer.entries, it, slot);
-      float higher = best;
-#pragma unroll
-      for (int o = 0; o < 2; ++o)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          bool counts = first + o * 8 + 2 * t + e < it.end;
-          score[o][e] = counts ? score[o][e] * (SCALE * LOG2E) : NOTHING;
-          higher = fmaxf(higher, score[o][e]);
-        }
-      higher = fmaxf(higher, across(higher, 1));
-      higher = fmaxf(higher, across(higher, 2));
-      float shrink = power2(best - higher);
-      best = higher;
-      total *= shrink;
-#pragma unroll
-      for (int o = 0; o < 2; ++o)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) total += score[o][e] = power2(score[o][e] - higher);
-      u32 early = pack(score[0][0], score[0][1]), late = pack(score[1][0], score[1][1]);
-#pragma unroll
-      for (int d = 0; d < HEAD_DIM / 64; ++d)
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          u32 v[4];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const uint4x& w = b.values[d][e];
-            v[e] = i / 2 == 0 ? w.x : i / 2 == 1 ? w.y : i / 2 == 2 ? w.z : w.w;
-          }
-          u32 how = i % 2 ? 0x7632 : 0x5410;
-          float c[4] = {found[d][i][0] * shrink, found[d][i][1] * shrink, 0, 0};
-          mma(c, early, 0, late, 0, permute(v[0], v[1], how), permute(v[2], v[3], how));
-          found[d][i][0] = c[0], found[d][i][1] = c[1];
-        }
-      if (more) load_values(b, layer.entries, it, slot, it.end - first - WARPS * 16);
+      i64 slot = more ? slot_of(it, next) : 0;
+      if (first <= position && position < first + 16) b.renew_key(position % 16, s.fresh[0], g, t), b.renew_value(position % 16, s.fresh[1], g, t);
+      auto load_keys = [&] {
+        if (more) b.load_keys(keys_at(layer, it, slot), g, t);
+      };
+      auto load_values = [&] {
+        if (more) b.load_values(values_at(layer, it, slot), it.end - next, g, t);
+      };
+      found.look(b, query, first, it.end, t, load_keys, load_values);
     }
-    total += across(total, 1);
-    total += across(total, 2);
     float* all = (float*)s.scratch;
-    if (g < SHARE) {
-      if (t == 0) s.peaks[warp][g] = best, s.totals[warp][g] = total;
-#pragma unroll
-      for (int d = 0; d < HEAD_DIM / 64; ++d)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-#pragma unroll
-          for (int i = 0; i < 8; i += 4)
-            *(float4x*)(all + (warp * SHARE + g) * FOUND_STRIDE + d * 64 + (2 * t + e) * 8 + i) = {
-                found[d][i][e], found[d][i + 1][e], found[d][i + 2][e], found[d][i + 3][e]};
-    }
+    found.leave(all + warp * SHARE * FOUND_STRIDE, s.peaks[warp], s.totals[warp], g, t);
     meet();
     int pieces = s.pieces[it.row];
     u16* to = step.attended + (twin * MOST_ROWS + it.row) * QUERIES + it.head * SHARE * HEAD_DIM;
@@ -246,15 +126,7 @@ struct Attention : Products {
 #pragma unroll 1
     for (int i = thread; i < SHARE * HEAD_DIM; i += THREADS) {
       int head = i / HEAD_DIM;
-      float peak = NOTHING, sum = 0, value = 0;
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) peak = fmaxf(peak, s.peaks[w][head]);
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
-        float weight = power2(s.peaks[w][head] - peak);
-        sum += s.totals[w][head] * weight;
-        value += all[(w * SHARE + head) * FOUND_STRIDE + i % HEAD_DIM] * weight;
-      }
+      float peak, sum, value = joined<WARPS>(all, s.peaks, s.totals, head, i % HEAD_DIM, peak, sum);
       if (pieces == 1) to[i] = half(value / sum);
       else {
         part[i] = value;

@@ -1,11 +1,5 @@
 // What the stages of few.cu have in common: how memory is laid out, the producer that streams weights, and products.
 
-DEVICE float low(u32 pair) { return __uint_as_float(pair << 16); }
-DEVICE float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-DEVICE float wide(u16 half) { return __uint_as_float((u32)half << 16); }
-DEVICE u16 half(float v) { return (u16)pack(v, 0.0f); }
-DEVICE float rounded(float v) { return wide(half(v)); }
-
 constexpr u32 ABSENT = 0xffffffffu;  // as two halves or as a float: not a number, and not the one that arithmetic makes
 DEVICE u32 absent(const uint4x& v) {  // not 0 if any half of it is
   u32 a = ~v.x, b = ~v.y, c = ~v.z, d = ~v.w, ones = 0x00010001u;
@@ -13,13 +7,8 @@ DEVICE u32 absent(const uint4x& v) {  // not 0 if any half of it is
 }
 
 constexpr int ROWS = 8 * TILES8, WARPS = 8, THREADS = 32 * WARPS;
-constexpr int SHARE = HEADS / KV_HEADS, QUERIES = HEADS * HEAD_DIM, QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
-constexpr float LOG2E = 1.4426950408889634f, NOTHING = -3e38f;
-static_assert(HIDDEN % 32 == 0 && WIDE % 32 == 0 && QUERIES % 32 == 0 && PAGE % 16 == 0 && SHARE <= 8, "few.py checks this");
-static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "few.py checks this");
+static_assert(HIDDEN % 32 == 0 && WIDE % 32 == 0 && QUERIES % 32 == 0, "few.py checks this");
 static_assert(CHUNK % 128 == 0, "a block of 16 tokens lies in one page");
-
-BOTH constexpr int over(int a, int b) { return (a + b - 1) / b; }
 
 // How a product is divided. Columns count in steps of 32; a slot of the ring holds 16 rows of CUT steps.
 template <int COLUMNS, int OUTPUTS, int ROWS_OF_TILE, int SPLIT_, int TILES_OF_UNIT_, bool NORMED_>
@@ -38,11 +27,9 @@ using Up = Product<HIDDEN, WIDE, 8, 1, 1, true>;  // eight rows of the gate, and
 using Down = Product<WIDE, HIDDEN, 16, DOWN_SPLIT, DOWN_TILES, false>;
 using Head = Product<HIDDEN, VOCABULARY, 16, 1, 1, true>;
 
-BOTH constexpr int most(int a, int b) { return a > b ? a : b; }
 constexpr int SLOT = 16 * most(most(Qkv::STRIDE, Out::STRIDE), Down::STRIDE);
 constexpr int SUM_STRIDE = 20, SUMS = WARPS * ROWS * SUM_STRIDE;  // floats; 20: no bank twice
-constexpr int QUERY_STRIDE = HEAD_DIM + 8;
-constexpr int FOUND_STRIDE = HEAD_DIM + 4, FOUND = WARPS * SHARE * FOUND_STRIDE;
+constexpr int FOUND = WARPS * SHARE * FOUND_STRIDE;
 constexpr int PART = SHARE * HEAD_DIM + 2 * SHARE;  // floats: a piece's values, then the largest score and the sum
 constexpr int SCRATCH = most(2 * SUMS, FOUND) * 4;
 
@@ -59,6 +46,7 @@ struct Step {
   u16 *x, *qkv, *attended, *gated, *logits;  // x is four of its kind, the next two are two
   float *parts, *sums;                       // parts is two of its kind
   u32* meeting;                              // two counters, zero between launches
+  u64* trace;                                // with TRACED: cycles, [GRID, LAYERS + 1, MARKS]
   i64 slots;
   int rows, width;
 };
@@ -143,6 +131,7 @@ DEVICE void produce(const Step& step, Shared& s, int lane) {
 // ---- products
 
 enum Kind { QKV_, OUT, UP, DOWN, HEAD };
+constexpr int MARKS = 20;  // three for each kind of product (begun, input there, done), then those of few.cu
 struct Job {
   Kind kind;
   int units, tiles, outputs;
@@ -162,6 +151,12 @@ struct Products {
   Place place;
   u32 target = 0;
   int buffer = 0, patience = PATIENCE;
+  int layer_now = 0;
+
+  // When this block passed a place in the code; bench/gpu/stages.py makes a table of them.
+  DEVICE void mark(int place) {
+    if (TRACED && thread == 0) step.trace[(block_here() * (LAYERS + 1) + layer_now) * MARKS + place] = cycles();
+  }
 
   DEVICE Products(const Step& step, Shared& s, int thread)
       : step(step), s(s), thread(thread), warp(thread / 32), lane(thread % 32), g(lane / 4), t(lane % 4) {}
@@ -297,9 +292,11 @@ struct Products {
     }
     constexpr int TURNS = over(16 * ROWS, THREADS);
     int shift = job.kind == UP ? 3 : 4, tall = 1 << shift;
+    mark(3 * job.kind);
     fetch<P>(x, job, begin, steps);
     if constexpr (P::NORMED)
       if (job.norm) normalise<P>(x, factor);
+    mark(3 * job.kind + 1);
 #pragma unroll 1
     for (; unit < job.units; unit += GRID) {
       int tile = unit / P::SPLIT * P::TILES_OF_UNIT;
@@ -358,6 +355,7 @@ struct Products {
         }
       }
     }
+    mark(3 * job.kind + 2);
   }
 
   // What an output needs from memory besides its sum: there as soon as the input is.

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bench.gpu import engines, lab, learning, simulated, skewed, system, tail, traced  # noqa: E402
+from bench.gpu import engines, lab, learning, simulated, skewed, stages, system, tail, traced  # noqa: E402
 
 
 def test_few_sequences_and_resume(tmp_path: Path) -> None:
@@ -22,6 +22,13 @@ def test_few_sequences_and_resume(tmp_path: Path) -> None:
     changed = json.loads(path.read_text()) | {"skewed few": {"seconds": -1.0}}
     path.write_text(json.dumps(changed))
     assert tail.main(["--smoke", "--output", str(path)])["skewed few"] == {"seconds": -1.0}
+
+
+def test_the_time_of_a_layer_is_that_of_its_stages() -> None:
+    found = stages.main(["--smoke"])["smoke"]
+    assert found["qkv"] == pytest.approx(1.0), "a stage that was made up takes a microsecond"
+    stages_only = sum(value for name, value in found.items() if name not in ("a layer", "head, of the step"))
+    assert stages_only <= found["a layer"]
 
 
 @pytest.mark.processes

@@ -1,5 +1,6 @@
 """The engine on a GPU: the kernels against plain arithmetic, and whole runs against transformers."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from staleflow.rollout.attention import PagedAttention
 from staleflow.rollout.engine import Request, Sampling
 from staleflow.rollout.model import Model
 from staleflow.rollout.model_folder import read_config
+from staleflow.rollout.nvrtc import supported
 from staleflow.rollout.shapes import write
 from staleflow.servers.weights.parameter_server import LocalParameterServer
 from tests.rollout.conftest import KINDS, VOCABULARY, Tiny, drain, greedy, prompt
@@ -22,9 +24,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 CUDA = torch.device("cuda")
 
 if torch.cuda.is_available():
-    from staleflow.rollout import cuda
+    from staleflow.rollout import chain, cuda
     from staleflow.rollout import cuda_kernels as kernels
 else:
+    chain: Any = None
     cuda: Any = None
     kernels: Any = None
 
@@ -80,30 +83,77 @@ def test_norm_and_gate() -> None:
     assert torch.allclose(kernels.gate(x), functional.silu(x[:, :768]) * x[:, 768:], atol=1e-5)
 
 
+class Decoding:
+    """Rows with contexts of any length in shuffled pages, which continue with the last token of another row."""
+
+    def __init__(self, folder: Path, rows: int, shape: str = "qwen-0.5b", **changes: Any) -> None:
+        if not supported(CUDA):
+            pytest.skip("needs compute capability 9.0")
+        write(shape, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        torch.manual_seed(rows)
+        self.model = Model(read_config(folder), torch.bfloat16, CUDA)
+        self.model.randomise()
+        for name, view in self.model.parameters.items():
+            if "norm" in name or "bias" in name:
+                view.add_(0.1 * torch.randn_like(view))
+        page, width = 32, 64
+        self.attention = PagedAttention(self.model.config.geometry, rows * width, page, torch.bfloat16, CUDA)
+        for entries in self.attention.entries:
+            entries.normal_()
+        self.tables = torch.randperm(rows * width, device=CUDA).int().view(rows, width)
+        self.positions = torch.randint(0, page * width, (rows,), dtype=torch.int32, device=CUDA)
+        self.positions[0] = 0
+        self.last = torch.randint(0, 1000, (rows,), device=CUDA)
+        self.moved = torch.randperm(rows, device=CUDA)
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return (-1 - self.moved).int(), self.last, self.positions, self.tables
+
+    def holds(self, way: Any, **how: Any) -> None:
+        """Its logits and entries are those of the plain path, and its sums the same however the kernels run."""
+        before = [entries.clone() for entries in self.attention.entries]
+        first = way.decode(*self.inputs(), **how).clone()
+        for _ in range(20):
+            assert torch.equal(way.decode(*self.inputs(), **how), first)
+        made = [entries.clone() for entries in self.attention.entries]
+        for entries, old in zip(self.attention.entries, before, strict=True):
+            entries.copy_(old)
+        expected = cuda.decode(self.model, self.attention, self.last[self.moved], self.positions, self.tables).float()
+        assert ((first.float() - expected).norm(dim=1) / expected.norm(dim=1)).max() < 0.08
+        for entries, other in zip(self.attention.entries, made, strict=True):
+            assert (entries.float() - other.float()).norm() < 0.02 * entries.float().norm()
+
+
 @pytest.mark.parametrize("polled", [True, False])
 @pytest.mark.parametrize("rows", [1, 5, 8, 13, 32])
 def test_the_kernel_for_few_rows_equals_the_plain_path(tmp_path: Path, rows: int, polled: bool) -> None:
-    if not few.supported(CUDA):
-        pytest.skip("needs compute capability 9.0")
-    write("qwen-0.5b", tmp_path)
-    torch.manual_seed(rows)
-    model = Model(read_config(tmp_path), torch.bfloat16, CUDA)
-    model.randomise()
-    page, width = 32, 64
-    attention = PagedAttention(model.config.geometry, rows * width, page, torch.bfloat16, CUDA)
-    for entries in attention.entries:
-        entries.normal_()
-    tables = torch.randperm(rows * width, device=CUDA).int().view(rows, width)
-    positions = torch.randint(0, page * width, (rows,), dtype=torch.int32, device=CUDA)
-    last = torch.randint(0, 1000, (rows,), device=CUDA)
-    moved = torch.randperm(rows, device=CUDA)
-    given = (-1 - moved).int()
-    kernel = few.FewRows(model, attention)
-    first = kernel.decode(given, last, positions, tables, polled).clone()
-    for _ in range(20):  # whoever comes first, the sums are the same
-        assert torch.equal(kernel.decode(given, last, positions, tables, polled), first)
-    expected = cuda.decode(model, attention, last[moved], positions, tables).float()
-    assert ((first.float() - expected).norm(dim=1) / expected.norm(dim=1)).max() < 0.08
+    case = Decoding(tmp_path, rows)
+    case.holds(few.FewRows(case.model, case.attention), polled=polled)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "changes"),
+    [
+        (1, "qwen-0.5b", {}),
+        (8, "qwen-1.5b", {"num_hidden_layers": 4}),
+        (13, "qwen-0.5b", {}),
+        (32, "qwen-0.5b", {}),
+        (50, "qwen-0.5b", {}),
+        (96, "qwen-0.5b", {}),
+        (128, "qwen-0.5b", {}),
+        (40, "qwen-1.5b", {"num_hidden_layers": 4}),
+        (33, "qwen-1.5b", {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 3}),
+        (17, "qwen-0.5b", {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": True,
+                           "attention_bias": True, "num_hidden_layers": 3}),
+    ],
+)  # fmt: skip
+def test_a_chain_of_kernels_equals_the_plain_path(
+    tmp_path: Path, rows: int, shape: str, changes: dict[str, Any]
+) -> None:
+    case = Decoding(tmp_path, rows, shape, **changes)
+    case.holds(chain.Chain(case.model, case.attention))
 
 
 def options(**rest: Any) -> dict[str, Any]:

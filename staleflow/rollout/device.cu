@@ -1,4 +1,4 @@
-// What few.cu asks of the GPU, in words of its own: tests/rollout/emulation.h says the same in C++ for a CPU.
+// What few.cu and chain.cu ask of the GPU, in words of their own: tests/rollout/emulation_device.h says the same in C++ for a CPU.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -7,6 +7,7 @@ typedef long long i64;
 
 struct alignas(16) uint4x { u32 x, y, z, w; };
 struct alignas(16) float4x { float x, y, z, w; };
+struct alignas(8) float2x { float x, y; };
 
 #define DEVICE __device__ __forceinline__
 #define BOTH __host__ __device__
@@ -26,6 +27,11 @@ DEVICE uint4x read_constant(const void* at) {  // what no block writes
 DEVICE float read_float(const float* at) {
   float v;
   asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+  return v;
+}
+DEVICE u32 read_pair(const u16* at) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
   return v;
 }
 DEVICE u16 read_half(const u16* at) {
@@ -91,8 +97,8 @@ DEVICE u32 read_counter(const u32* at) {
   return seen;
 }
 DEVICE void pause() {}  // another thread's turn, where threads are emulated
-DEVICE void leave(u32* meeting) {  // the last block to leave makes the counters ready for the next launch
-  if (atomicAdd(meeting + 1, 1) == GRID - 1) meeting[0] = meeting[1] = 0;
+DEVICE void leave(u32* meeting, u32 blocks) {  // the last block to leave makes the counters ready for the next launch
+  if (atomicAdd(meeting + 1, 1) == blocks - 1) meeting[0] = meeting[1] = 0;
 }
 DEVICE float inverse_root(float x) { return rsqrtf(x); }
 DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
@@ -100,13 +106,82 @@ DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240
 DEVICE void hide(uint4x& v) {  // from the compiler, which would keep what it computed from it before in registers
   asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
 }
+DEVICE u64 cycles() { return clock64(); }
 DEVICE int thread_here() { return threadIdx.x; }
 DEVICE int block_here() { return blockIdx.x; }
 DEVICE char* shared_memory() {
-  extern __shared__ __align__(128) char memory[];
+  extern __shared__ __align__(1024) char memory[];
   return memory;
 }
 DEVICE int hidden(int v) {  // so that addresses are computed where they are used, and not kept for all stages
   asm volatile("" : "+r"(v));
   return v;
+}
+
+// ---- kernels of which each begins before the one before has ended
+
+DEVICE void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void await_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// ---- tiles of a matrix with rows of 64 halves, and products of them by the four warps of a group
+
+struct alignas(64) TensorMap { char bytes[128]; };
+DEVICE void meet_group() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+DEVICE u64 read_often() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+DEVICE void copy_tile(char* to, const TensorMap* map, int column, int row, u64* gate, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
+      ::"r"(shared_address(to)), "l"(map), "r"(column), "r"(row), "r"(shared_address(gate)), "l"(policy) : "memory");
+}
+// Where such a tile lies, swizzled as the copy left it: eight rows are 1,024 bytes.
+DEVICE u64 tile_at(const char* at) { return (u64)((shared_address(at) & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void products_sent() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
+DEVICE void multiply_tiles(float (&d)[16], u64 a, u64 b) {  // 64 outputs, 32 sequences, 16 columns
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, 1, 1, 1, 0, 0;"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b));
+}
+DEVICE void multiply_tiles(float (&d)[8], u64 a, u64 b) {  // 64 outputs, 16 sequences, 16 columns
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, 0, 0;"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+      : "l"(a), "l"(b));
+}
+DEVICE void multiply_tiles(float (&d)[4], u64 a, u64 b) {  // 64 outputs, 8 sequences, 16 columns
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0,%1,%2,%3}, %4, %5, 1, 1, 1, 0, 0;"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "l"(a), "l"(b));
+}
+
+// ---- blocks of a cluster, which write into each other's shared memory
+
+DEVICE void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+DEVICE u32 in_block(u32 at, int block) {  // the same place in the shared memory of another block of the cluster
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
+  return there;
+}
+// Write there, and count the bytes at a gate of that block.
+DEVICE void send(float* to, float v, u64* gate, int block) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
+      ::"r"(in_block(shared_address(to), block)), "f"(v), "r"(in_block(shared_address(gate), block)) : "memory");
+}
+// Many of them, from memory that was written here; it must stay until they are there.
+DEVICE void written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void send_many(float* to, const float* from, u32 bytes, u64* gate, int block) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(in_block(shared_address(to), block)), "r"(shared_address(from)), "r"(bytes), "r"(in_block(shared_address(gate), block)) : "memory");
 }

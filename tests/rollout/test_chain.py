@@ -1,0 +1,167 @@
+"""The chain of kernels, emulated on the CPU: the same source, compiled for a GPU of fibers (emulation.h)."""
+
+import ctypes
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from staleflow.rollout import chain
+from staleflow.rollout.model_folder import ModelConfig, read_config
+from staleflow.rollout.nvrtc import SHARED_MEMORY, text_of
+from staleflow.rollout.shapes import LARGE, SHAPES, write
+from tests.rollout.decoding_case import BIASED, QWEN3, Case, compiled, run_chain
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+SMALL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192}
+LONG = {"hidden_size": 64, "intermediate_size": 1152, "num_attention_heads": 8, "num_hidden_layers": 1}
+THIRDS = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6}
+RAGGED = [1, 16, 17, 2, 33, 15, 31, 32, 48]
+BULK = [64, *range(1, 24)]
+"""Contexts of more sequences than sums are sent one by one for."""
+
+
+def memory_for(stages: int, rows: int) -> dict[int, int]:
+    """Room for a ring of so many stages, with kernels for so many rows."""
+    stage, sums = 2 * chain.DEPTH * (chain.TILE + rows), 4 * (chain.TILE + 4) * rows
+    return dict.fromkeys(chain.MEMORY, stages * (stage + 16) + sums + 4 * rows + 32)
+
+
+def program(case: Case, mistake: str | None = None) -> ctypes.CDLL:
+    """The kernels of a case, without the calls that the pattern describes."""
+    assert chain.fits(case.model.config, torch.bfloat16, case.page, case.rows)
+    text, places = text_of(*dict.fromkeys([*chain.PRODUCTS[1:], *chain.ATTENTION[1:]])), 1
+    if mistake is not None:
+        text, places = re.subn(rf"\b{mistake};", ";", text)
+    assert places, "the kernels have no such call"
+    sizes = chain.ANY_ROWS, chain.rows_of_kernel(case.rows)
+    attention, products = (chain.macros(case.model.config, case.page, rows) for rows in sizes)
+    return compiled(case.folder, "chain", text, attention | products)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("config", "lengths", "page", "tuned"),
+    [
+        (SMALL | BIASED, RAGGED, 16, {}),
+        (QWEN3 | {"hidden_size": 64, "intermediate_size": 128}, [1, 300, *RAGGED], 32, {"LEAST_PIECE": 32}),
+        (THIRDS, [64, *range(1, 38)], 16, {"MEMORY": memory_for(2, 64), "LEAST_PIECE": 16}),
+        (SMALL, BULK, 64, {"MANY": 32, "LEAST_PIECE": 16}),
+        (
+            LONG | {"num_attention_heads": 16},
+            [*RAGGED, 129],
+            16,
+            {"MEMORY": memory_for(3, 16), "CLUSTER": 2, "LEAST_PIECE": 16},
+        ),
+        (LONG, RAGGED[:7], 16, {"MEMORY": memory_for(2, 8), "CLUSTER": 1}),
+        (SMALL, [700], 32, {"RING_OF_ATTENTION": 0}),
+    ],
+    ids=[
+        "biased",
+        "qwen3-in-8-pieces",
+        "two-tiles-of-rows",
+        "sums-in-one-copy",
+        "short-ring-2-pieces",
+        "shorter-ring-undivided",
+        "one-long",
+    ],
+)
+def test_a_step_equals_the_plain_path_whatever_its_timing(
+    tmp_path: Path,
+    config: dict[str, Any],
+    lengths: list[int],
+    page: int,
+    tuned: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in tuned.items():
+        monkeypatch.setattr(chain, name, value)
+    case = Case(tmp_path, config, lengths, page)
+    exact, library = case.exact(), program(case)
+    before = [entries.clone() for entries in case.attention.entries]
+    found = run_chain(case, library, 1)
+    assert case.equals(found, exact)
+    assert case.leaves_others_alone(exact[1])
+    after = [entries.clone() for entries in case.attention.entries]
+    for seed in (2, 3):
+        case.restore(before)
+        assert torch.equal(run_chain(case, library, seed), found)
+        assert all(map(torch.equal, case.attention.entries, after))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        r"await_before\(\)",
+        r"gate_wait\(&s\.full[^;]*",
+        r"gate_wait\(&s\.empty[^;]*",
+        r"products_wait<\d>\(\)",
+        r"gate_wait\(&s\.all[^;]*",
+        r"meet_group\(\)",
+        r"meet_cluster\(\)(?!;  // the others)",
+        r"meet_cluster\(\)(?=;  // the others)",
+    ],
+    ids=["kernels", "copies", "room-in-the-ring", "products", "sums", "warps", "gates-of-others", "sent-to-others"],
+)
+def test_a_missing_wait_is_found(tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the emulation is blind to one, the tests above would not show a race."""
+    tuned = {"MEMORY": memory_for(2, 32), "CLUSTER": 2, "MANY": 32, "LEAST_PIECE": 16, "RING_OF_ATTENTION": 0}
+    for name, value in tuned.items():
+        monkeypatch.setattr(chain, name, value)
+    case = Case(tmp_path, LONG | {"num_attention_heads": 16}, [*BULK, 129], 16)
+    exact, library = case.exact(), program(case, mistake)
+    before = [entries.clone() for entries in case.attention.entries]
+
+    def passes(seed: int) -> bool:
+        case.restore(before)
+        try:
+            return case.equals(run_chain(case, library, seed), exact)
+        except RuntimeError:  # the emulation says what went wrong
+            return False
+
+    assert not all(map(passes, range(8)))
+
+
+@pytest.fixture(scope="module", params=[*SHAPES, *LARGE])
+def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("shape")
+    write((SHAPES | LARGE)[request.param], folder)
+    found = read_config(folder)
+    if not chain.fits(found, torch.bfloat16, 16, 1):
+        pytest.skip("the chain is not for this shape")
+    return found
+
+
+def test_every_product_has_all_its_columns_and_room_on_a_multiprocessor(config: ModelConfig) -> None:
+    _, heads, _, head_dim = config.geometry
+    columns = {"qkv": config.hidden, "out": heads * head_dim, "up": config.hidden, "down": config.intermediate}
+    for rows in chain.SIZES:
+        for name, shape in chain.shapes_of(config, rows).items():
+            # a cluster has 1, 2, 4 or 8 blocks, each of which has some of the columns
+            assert shape.split in (1, 2, 4, 8)
+            assert shape.split <= columns[name] // chain.DEPTH
+            assert shape.blocks == shape.tiles * shape.split
+            # of sixty-four or fewer sequences, two blocks are on a multiprocessor, which keeps 1 KiB for each
+            assert shape.shared_memory <= SHARED_MEMORY
+            assert rows > 64 or 2 * (shape.shared_memory + 1024) <= 228 * 1024
+            # sums take the place of the ring
+            assert shape.stages > 1
+            assert shape.stages * 2 * chain.DEPTH * (chain.TILE + rows) >= rows * (chain.TILE + 4) * 4
+        for page in (16, 32, 64):
+            stages = chain.attention_stages(config, page, rows)
+            assert 2 <= stages <= chain.MOST_STAGES
+            assert chain.attention_kept(config) + stages * 4 * head_dim * page <= SHARED_MEMORY
+
+
+def test_every_context_is_cut_into_pieces_that_are_long_enough() -> None:
+    for rows in (1, 32, chain.MOST_ROWS):
+        for kv_heads in (1, 2, 8):
+            for longest in (16, 127, 128, 1000, 100_000):
+                pieces = chain.pieces_of(rows, kv_heads, longest)
+                assert pieces in (1, 2, 4, 8)  # there is a kernel for each
+                assert pieces == 1 or longest // pieces >= chain.LEAST_PIECE
+                assert pieces == 1 or rows * kv_heads * pieces < 4 * chain.ATTENDING
