@@ -3,15 +3,18 @@
 import json
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bench.gpu import engines, lab, learning, simulated, skewed, stages, system, tail, traced  # noqa: E402
+from bench.gpu import engines, lab, learning, presets, simulated, skewed, stages, system, tail, traced  # noqa: E402
+from staleflow.coordinator.cost import CostModel  # noqa: E402
 
 
 def test_few_sequences_and_resume(tmp_path: Path) -> None:
@@ -29,6 +32,20 @@ def test_the_time_of_a_layer_is_that_of_its_stages() -> None:
     assert found["qkv"] == pytest.approx(1.0), "a stage that was made up takes a microsecond"
     stages_only = sum(value for name, value in found.items() if name not in ("a layer", "head, of the step"))
     assert stages_only <= found["a layer"]
+
+
+def test_presets_gain_from_faster_decoding_where_few_sequences_run_and_nowhere_else(tmp_path: Path) -> None:
+    (row,) = presets.main(["--smoke", "--json", str(tmp_path / "presets.json")])["rows"]
+    assert row["gain"] > 0
+    cost = CostModel(0.02, 0.01, 1e-4, 0.001, 1e-7, 1e-6)
+    faster = presets.Faster(**asdict(cost), gains=((1, 2.0), (32, 1.5), (presets.NOTHING_FROM, 1.0)))
+    assert faster.step(1, 100) == pytest.approx(cost.step(1, 100) / 2)
+    assert faster.step(1, 100, 50) == pytest.approx(cost.step(1, 100) / 2 + 50e-6), "a prefill takes as long as before"
+    assert faster.step(500, 10_000) == cost.step(500, 10_000)
+    assert faster.step(0, 0, 50) == cost.step(0, 0, 50)
+    assert faster.steps(3, 32, 100) == pytest.approx(sum(faster.step(32, 100 + 32 * at) for at in range(3)))
+    times = faster.step_times(np.array([1, 32, 500]), np.array([100, 100, 10_000]))
+    assert times == pytest.approx([faster.step(1, 100), faster.step(32, 100), faster.step(500, 10_000)])
 
 
 @pytest.mark.processes
