@@ -16,6 +16,7 @@ device, so the next step can be launched before anyone has read them, with all i
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,7 +164,8 @@ class DecodeGraphs:
         width, most = width_for(1), len(self._last)
         middle = min(width * self._attention.page_size // 2, len(self._model.turns[0]) - 1)
         if self._chain is not None:
-            self._chain.prepare(most)
+            with suppress(OSError, RuntimeError):  # told when a graph is recorded, which goes on without it
+                self._chain.prepare(most)
         for rows in sorted({rows_for(count) for count in range(1, most + 1)}):
             self._ints.zero_()
             self._ints[rows : 2 * rows] = middle
