@@ -144,9 +144,15 @@ def macros(config: ModelConfig, page_size: int, rows: int) -> dict[str, str]:
 
 
 def attention_stages(config: ModelConfig, page_size: int, rows: int) -> int:
-    """Pages whose keys and values lie in the ring together. Of few sequences many blocks fit on a multiprocessor."""
+    """Pages whose keys and values lie in the ring together. Of few sequences many blocks fit on a multiprocessor.
+
+    Warps take pages in turn. The one that looks at a page has to be the one that looks at the next in its place, which
+    it could not tell from the one before if it had not seen that.
+    """
+    in_turn = max(1, 16 * (GROUP // WARP) // page_size)
     fit = RING_OF_ATTENTION // (4 * config.geometry[3] * page_size)
-    return min(max(2, fit), LEAST_STAGES if rows <= 32 else MOST_STAGES)
+    most = min(fit, LEAST_STAGES if rows <= 32 else MOST_STAGES)
+    return max(2, in_turn, most // in_turn * in_turn)
 
 
 def attention_kept(config: ModelConfig) -> int:
