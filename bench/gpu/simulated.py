@@ -2,6 +2,7 @@
 
     python bench/gpu/simulated.py --runs RUNS/skewed-qwen-0.5b-1 --tail docs/results/engine_few.json    # no GPU needed
     python bench/gpu/simulated.py --measured system.json ...       # also cells of which only the results are at hand
+    python bench/gpu/simulated.py --figures figures.json --measured system.json ...   # no folder of any run is
 
 The production control plane runs over modelled engines and a modelled trainer, with the lengths that the runs had, and
 with the belief that it had there: in a real run it decides by a guess from the model's geometry, not by what steps turn
@@ -9,37 +10,49 @@ out to cost. That guess says how many sequences an instance is given at once, an
 trained.
 
 Costs are those of a process that has the card to itself: of decoding and prefill, the cells of ``tail.py``, with lines
-between them; better of decoding, a trace of the synchronous run (``--trace``), which also has what the worker does
-between two steps and the numbers of sequences between the cells. ``--launches``: a step with prefill is not a CUDA
-graph, and costs this and a price for each token. Of training, the synchronous run: nothing else happens meanwhile.
+between them (``--without``: calls that measured another engine); better of decoding, a trace of the synchronous run
+(``--trace``), which also has what the worker does between two steps and the numbers of sequences between the cells.
+``--launches``: a step with prefill is not a CUDA graph, and costs this and a price for each token. Of training, the
+synchronous run: nothing else happens meanwhile.
 Kernels of different processes do not run at the same time: the card is theirs in turn (*in turn*, ``turns.py``). The
 slice of time is the one number taken from the run with bound 2: how much longer a token took to train there. *As if
 alone* is the prediction without that, *as in bound 2* the one with costs as they were inside that run, whoever else had
 work there. Without a run of bound 2, streamed, that with the largest bound takes its place.
+
+Where only results are left, ``--figures`` is what the folders would have said; there is no *as in bound 2* then::
+
+    {"train_us": 7.55, "share": 0.61, "prefill_us": 2.56, "settings": ["cluster.push_s=0.02"]}
+
+microseconds of training and of prefill for a token, alone; the trainer's share of the card beside the instance at
+bound 2, streamed; and settings of the runs beyond those of ``system.py``.
 """
 
 import argparse
 import json
 import re
 import sys
+import tempfile
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import log2
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench.gpu import system, tail
 from bench.gpu.skewed import length
 from bench.gpu.turns import CardCluster, slice_for
 from bench.simulator_error import METRICS, compared, left_out, observed
+from staleflow.config import Config, load
 from staleflow.config.gpus import COMMON
 from staleflow.config.sizes import read_sizes
 from staleflow.coordinator.cost import CostModel
 from staleflow.observe.metrics import read_metrics
 from staleflow.rollout.fit import Point, fit
-from staleflow.rollout.shapes import SHAPES
+from staleflow.rollout.shapes import SHAPES, write
+from staleflow.runtime.local.run import CYCLE_S
 from staleflow.simulate.setting import Setting, setting_of
 from staleflow.simulate.trace import Trace
 from staleflow.study.measured import read_run
@@ -103,18 +116,22 @@ def priced(
     launches: float | None = None,
     steps: Sequence[Sequence[Any]] = (),
 ) -> Priced:
-    """An engine that has the card to itself, by the cells of ``tail.py``; ``steps``: decoding by a trace instead."""
-    points, prefill = list[Point](), dict[float, float]()
+    """An engine that has the card to itself, by the cells of ``tail.py``, of which the last of a kind counts;
+    ``steps``: decoding by a trace instead. A prefill's cell says also what decoding takes beside it."""
+    found, prefill, beside = dict[tuple[int, int], Point](), dict[float, float](), dict[str, Point]()
+    others, their_context = tail.Sizes.beside, tail.Sizes.contexts[0]
     for name, cell in named(cells):
         if name.startswith(f"{shape} prefill "):
             prefill[int(name.split()[-1])] = (cell["with_ms"] - cell["without_ms"]) / 1e3
+            beside[name] = Point(others, others * their_context, cell["without_ms"] / 1e3)
         elif name.startswith(shape) and name.endswith("few"):
             running, context = (int(each) for each in name.removeprefix(shape).removesuffix("few").split(" x "))
-            points.append(Point(running, running * context, cell["ms"] / 1e3))
+            found[running, context] = Point(running, running * context, cell["ms"] / 1e3)
+    points = list(found.values())
     model, _ = fit(points, per_prefill_token)
     if launches is not None or not prefill:
         prefill = {tokens: (launches or 0.0) + per_prefill_token * tokens for tokens in (1, 2)}
-    line = bare(inside(steps) or points, model.per_context_token)
+    line = bare(inside(steps) or [*points, *beside.values()], model.per_context_token)
     return Priced(**asdict(model), decoding=line, prefilling=tuple(sorted(prefill.items())))
 
 
@@ -214,46 +231,84 @@ def contended(runs: Path) -> Path:
     return max(others, key=lambda each: (int(each.name.split("-")[0]), each.name))
 
 
+class Known(NamedTuple):
+    """What is known of runs before any is predicted."""
+
+    config: Callable[[Sequence[str]], Config]
+    """As they were configured, with changes."""
+    per_token_s: float
+    """Of training, for a process that has the card to itself."""
+    per_prefill_token: float
+    share: float
+    """The trainer's, of the card, beside instances, in the run ``beside``."""
+    beside: str = CONTENDED
+    believed: CostModel | None = None
+    """By the coordinator; None: the guess from the model's geometry."""
+    shared: Callable[[Sequence[str]], Config] | None = None
+    """As ``config``, with costs as they were in that run."""
+
+    @classmethod
+    def of(cls, runs: Path) -> "Known":
+        alone, shared = read_run(str(runs / SYNCHRONOUS)), read_run(str(contended(runs)))
+        assert alone.cost is not None
+        per_token_s, prefill = training(alone.folder), alone.cost.per_prefill_token / alone.summary["instances"]
+        share, beside = per_token_s / training(shared.folder), shared.folder.name
+        return cls(alone.config, per_token_s, prefill, share, beside, alone.believed, shared.config)
+
+    @classmethod
+    def given(cls, figures: Mapping[str, Any], shape: str, folder: Path) -> "Known":
+        """``folder``: for the model, of which only the shape is needed."""
+        (folder / shape).mkdir()
+        write(shape, folder / shape)
+        (folder / shape / "tokenizer.json").touch()
+        made = [*system.settings("skewed", shape, folder, "builtin"), "rollout.instances=1"]
+        made += [f"cluster.cycle_s={CYCLE_S}", *figures.get("settings", ())]
+        train_s, prefill_s = figures["train_us"] / 1e6, figures["prefill_us"] / 1e6
+        return cls(lambda words: load("one-gpu", [*made, *words]), train_s, prefill_s, figures["share"])
+
+
 def compare(
-    runs: Path,
+    known: Known,
+    rows: Mapping[str, Mapping[str, Any]],
     cells: Mapping[str, Any],
     shape: str,
     mean: int,
     longest: int,
     prompt: int,
     launches: float | None = None,
-    results: Mapping[str, Any] | None = None,
     trace: Sequence[Sequence[Any]] = (),
 ) -> Rows:
-    """By run: each figure measured and predicted, in three ways."""
-    alone, shared = read_run(str(runs / SYNCHRONOUS)), read_run(str(contended(runs)))
-    assert alone.cost is not None
-    instances, size, groups = (alone.summary[key] for key in ("instances", "group_size", "groups"))
-    costs = priced(cells, shape, alone.cost.per_prefill_token / instances, launches, trace)
-    believed = alone.believed or guessed(shape)
-    per_token_s = training(runs / SYNCHRONOUS)
-    share = min(MOST, per_token_s / training(shared.folder))
+    """By run: each figure measured and predicted, in two or three ways."""
+    costs = priced(cells, shape, known.per_prefill_token, launches, trace)
+    believed, share = known.believed or guessed(shape), min(MOST, known.share)
 
-    def settings(name: str, steps: int) -> tuple[Setting, Setting]:
+    def configured(name: str, config: Callable[[Sequence[str]], Config]) -> Setting:
         bound, consume = name.split("-")
-        count = groups * (steps + int(bound) + 2)
+        steps = rows[name]["steps"]
+        made = config([f"steps={steps}", f"staleness={bound}", f"strategies.consume={consume}"])
+        count, size = made.groups * (steps + int(bound) + 2), made.group_size
         lengths = Trace(
             (prompt,) * count,
             tuple(tuple(length(f"p{at}/{member}", mean, longest) for member in range(size)) for at in range(count)),
         )
-        words = [f"steps={steps}", f"staleness={bound}", f"strategies.consume={consume}"]
-        own = setting_of(alone.config(words), "alone", lengths)
-        own = replace(own, rollout=costs, trainer_per_token_gpu_s=per_token_s, trainer_fixed_s=0.0, believed=believed)
-        return own, replace(setting_of(shared.config(words), "contended", lengths), believed=believed)
+        return replace(setting_of(made, name, lengths), believed=believed)
 
-    slice_s = slice_for(settings(shared.folder.name, shared.summary["steps"])[0], share)
-    print(f"decoding alone: {costs}; training alone: {1e6 * per_token_s:.2f} us a token", file=sys.stderr)
-    said = f"the trainer's share beside instances in {shared.folder.name}: {share:.2f}"
+    def alone(name: str) -> Setting:
+        own = configured(name, known.config)
+        return replace(own, rollout=costs, trainer_per_token_gpu_s=known.per_token_s, trainer_fixed_s=0.0)
+
+    if known.beside not in rows:
+        raise SystemExit(f"there are no results of {known.beside} with {shape}, which says how the card is shared")
+    slice_s = slice_for(alone(known.beside), share)
+    print(f"decoding alone: {costs}; training alone: {1e6 * known.per_token_s:.2f} us a token", file=sys.stderr)
+    said = f"the trainer's share beside instances in {known.beside}: {share:.2f}"
     print(f"{said}, as with slices of {1e3 * slice_s:.2f} ms", file=sys.stderr)
     found: Rows = {}
-    for name, seen in (written(results or {}, shape, instances) | seen_in(runs, instances)).items():
-        own, then = settings(name, seen["steps"])
-        ways = {"in turn": (own, slice_s), "as if alone": (own, None), "as in bound 2": (then, None)}
+    for name, seen in rows.items():
+        own = alone(name)
+        ways = {"in turn": (own, slice_s), "as if alone": (own, None)}
+        if known.shared is not None:
+            ways["as in bound 2"] = (configured(name, known.shared), None)
         found[name] = {
             way: {key: compared(key, seen[key], values[key]) for key in METRICS}
             for way, values in ((way, predicted(*given)) for way, given in ways.items())
@@ -275,20 +330,31 @@ def table(rows: Rows) -> str:
 
 def main(arguments: list[str] | None = None) -> Rows:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=Path, required=True, help="folder of runs named BOUND-CONSUME")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--runs", type=Path, help="folder of runs named BOUND-CONSUME")
+    source.add_argument("--figures", type=Path, help="what is known of runs that are not at hand (see above)")
     parser.add_argument("--tail", type=Path, required=True, help="what tail.py wrote")
+    parser.add_argument("--without", nargs="*", default=(), help="calls in it to leave out, by how they begin")
     parser.add_argument("--shape", default="qwen-0.5b")
     parser.add_argument("--lengths", type=int, nargs=3, default=(256, 4096, 128), help="mean, longest, prompt")
     parser.add_argument("--launches", type=float, help="seconds of a step with prefill that is not a CUDA graph")
     parser.add_argument("--measured", type=Path, help="what system.py wrote: cells without a folder of their own")
+    parser.add_argument("--section", help="of that file, if it holds the results of several days")
     parser.add_argument("--trace", type=Path, help=f"of {SYNCHRONOUS} by traced.py: what decoding takes inside a run")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    results = json.loads(given.measured.read_text()) if given.measured is not None else None
-    cells = json.loads(given.tail.read_text())
+    results, cells = (json.loads(each.read_text()) if each else {} for each in (given.measured, given.tail))
+    results = results[given.section] if given.section is not None else results
+    cells = {name: cell for name, cell in cells.items() if not name.startswith(tuple(given.without))}
     trace = [json.loads(line) for line in given.trace.read_text().splitlines()] if given.trace is not None else []
-    how = {"launches": given.launches, "results": results, "trace": trace}
-    rows = compare(given.runs, cells, given.shape, *given.lengths, **how)
+    with tempfile.TemporaryDirectory() as folder:
+        if given.runs is not None:
+            known = Known.of(given.runs)
+        else:
+            known = Known.given(json.loads(given.figures.read_text()), given.shape, Path(folder))
+        instances = known.config([]).rollout.instances
+        seen = written(results, given.shape, instances) | (seen_in(given.runs, instances) if given.runs else {})
+        rows = compare(known, seen, cells, given.shape, *given.lengths, launches=given.launches, trace=trace)
     print(table(rows))
     if given.json is not None:
         given.json.write_text(json.dumps(rows, indent=1))

@@ -1,5 +1,6 @@
 """Processes that have one card in turn, and the prices of their steps."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,21 @@ def test_decoding_with_a_bend_is_priced_as_it_was_measured() -> None:
     assert price.steps(3, 8, 100, 32) == pytest.approx(sum(price.step(8, 100 + 8 * at, 32) for at in range(3)))
 
 
+def test_the_last_of_the_same_cells_counts() -> None:
+    again = {"call 3": {"m 8 x 256 few": {"ms": 0.9}, "m 8 x 1024 few": {"ms": 0.9 + 4e-6 * 8 * 768}}}
+    prices = [simulated.priced(each, "m", 1e-6) for each in (cells(), cells() | again, again | cells())]
+    first, later, earlier = (1e3 * price.step(8, 8 * 256) for price in prices)
+    assert (first, later) == (pytest.approx(0.608, abs=0.02), pytest.approx(0.9, abs=0.02))
+    assert earlier == first
+
+
+def test_what_decoding_takes_beside_a_prefill_is_a_price_too() -> None:
+    beside = {"m prefill 512": {"with_ms": 9.0, "without_ms": 1.3}}
+    price = simulated.priced({**cells(), "m prefill 32": beside["m prefill 512"], **beside}, "m", 1e-6)
+    assert 1e3 * price.step(64, 64 * 512) == pytest.approx(1.2), "the mean of 1.3, 1.0 and 1.3"
+    assert 1e3 * price.step(32, 32 * 256) == pytest.approx(0.983, rel=0.03)
+
+
 def test_a_step_with_prefill_that_is_no_graph_costs_its_launches() -> None:
     price = simulated.priced(cells(), "m", 1e-6, launches=0.018)
     assert price.step(8, 0, 4000) - price.step(8, 0) == pytest.approx(0.022)
@@ -138,3 +154,26 @@ def test_results_of_several_days_are_read_and_runs_of_another_kind_are_not() -> 
         "skewed m on vllm, 1 x rollout, bound 3, stream": row,
     }
     assert simulated.written(found, "m", 1) == {"1-batch": row, "2-stream": row}
+
+
+def test_runs_of_which_only_results_are_left_are_predicted_by_a_few_figures(tmp_path: Path) -> None:
+    def written(name: str, values: Any) -> str:
+        (tmp_path / name).write_text(json.dumps(values))
+        return str(tmp_path / name)
+
+    row = {"steps": 4, **dict.fromkeys(simulated.METRICS, 1.0)}
+    names = ("0, batch", "1, batch", "2, stream")
+    day = {f"skewed tiny, 1 x rollout, bound {name}": row for name in names}
+    tiny = {name.replace("m ", "tiny ", 1): cell for name, cell in cells()["call 1"].items()}
+    other = {f"tiny {n} x {context} few": {"ms": 900.0} for n in (1, 8) for context in (256, 1024)}
+    figures = {"train_us": 20.0, "share": 0.6, "prefill_us": 2.0, "settings": ["cluster.push_s=0.3"]}
+    given = ["--figures", written("figures", figures), "--shape", "tiny", "--lengths", "8", "32", "8"]
+    given += ["--tail", written("tail", {"call 1": tiny, "call 2": other}), "--without", "call 2"]
+    given += ["--measured", written("system", {"one day": day, "another": {}})]
+    rows = simulated.main([*given, "--section", "one day"])
+    assert list(rows) == ["0-batch", "1-batch", "2-stream"]
+    assert all(set(ways) == {"in turn", "as if alone"} for ways in rows.values())
+    step_s = rows["0-batch"]["in turn"]["step_s"]["predicted"]
+    assert 0.3 < step_s < 1.0, "the push is among the settings, and the other engine's steps are not"
+    with pytest.raises(SystemExit, match="2-stream"):
+        simulated.main([*given, "--section", "another"])
