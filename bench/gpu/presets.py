@@ -32,6 +32,7 @@ from staleflow.study.result import speed
 ROOT = Path(__file__).resolve().parents[2]
 CELLS = ROOT / "docs" / "results" / "engine_few.json"
 PRESETS, BOUNDS, SEEDS, STEPS = ("paper-14b-128", "paper-30b-a3b"), (1, 2, 3), (0, 1), 13
+SMOKE = ("steps=4", "groups=16")
 CONTEXT, NOTHING_FROM = 512, 128
 
 
@@ -79,11 +80,11 @@ def simulated(setting: Setting, seed: int) -> float:
     return speed(commits, first_counted(setting.steps, setting.staleness))
 
 
-def rows(line: Line, presets: tuple[str, ...], bounds: tuple[int, ...], seeds: tuple[int, ...], steps: int) -> Any:
+def rows(line: Line, presets: tuple[str, ...], bounds: tuple[int, ...], seeds: tuple[int, ...], *words: str) -> Any:
     found: list[dict[str, Any]] = []
     for name in presets:
         for bound in bounds:
-            plain = preset(name, "lengths=correlated", f"steps={steps}", f"staleness={bound}")
+            plain = preset(name, "lengths=correlated", f"staleness={bound}", *words)
             faster = replace(plain, rollout=Faster(**asdict(plain.rollout), gains=line))
             row: dict[str, Any] = {"preset": name, "bound": bound}
             for kind, setting in (("plain", plain), ("faster", faster)):
@@ -114,9 +115,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--smoke", action="store_true", help="a single small run of each kind")
     given = parser.parse_args(arguments)
     line = gains(json.loads(given.cells.read_text()), given.shape)
-    sizes = (("paper-14b",), (1,), (0,), 4) if given.smoke else (PRESETS, BOUNDS, SEEDS, STEPS)
     print("| preset | bound | plain, tokens/s | faster | gain | the law |\n|---|---|---|---|---|---|")
-    found = {"gains": line, "rows": rows(line, *sizes)}
+    if given.smoke:
+        made = rows(line, ("paper-14b",), (1,), (0,), *SMOKE)
+    else:
+        made = rows(line, PRESETS, BOUNDS, SEEDS, f"steps={STEPS}")
+    found = {"gains": line, "rows": made}
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1))
     return found

@@ -64,11 +64,12 @@ def program(case: Case, switched: bool = False) -> ctypes.CDLL:
         (QWEN3 | {"hidden_size": 64, "intermediate_size": 128}, [1, 300, *RAGGED], 32, {"LEAST_PIECE": 32}),
         (THIRDS, [64, *range(1, 38)], 16, {"MEMORY": memory_for(2, 64), "LEAST_PIECE": 16}),
         (SMALL, BULK, 64, {"MANY": 32, "LEAST_PIECE": 16}),
-        (
+        pytest.param(
             LONG | {"num_attention_heads": 16},
             [*RAGGED, 129],
             16,
             {"MEMORY": memory_for(3, 16), "CLUSTER": 2, "LEAST_PIECE": 16},
+            marks=pytest.mark.slow,
         ),
         (LONG, RAGGED[:7], 16, {"MEMORY": memory_for(2, 8), "CLUSTER": 1}),
         (SMALL, [700], 32, {"RING_OF_ATTENTION": 0}),
