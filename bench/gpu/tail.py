@@ -1,4 +1,4 @@
-"""Decoding with few sequences on a GPU: every cell with the kernel for few rows and without it, in the same run.
+"""Decoding with few sequences on a GPU: every cell with the kernels for few rows and without them, in the same run.
 
     python bench/gpu/tail.py --output tail.json            # about 5 minutes on an H200; run again to resume
     python bench/gpu/tail.py --smoke                       # the same on a CPU with a tiny model, seconds

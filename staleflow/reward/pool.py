@@ -75,7 +75,7 @@ class RewardPool:
         """Rewards so far."""
         self._held: dict[str, int] = {}
         """By response that found the service away: how many answers there had been."""
-        self._heard_s = heard_s
+        self.heard_s = heard_s
         self._response_s = 0.0
         """That a response takes a worker; 0 before the first."""
         self._stderr = stderr
@@ -211,7 +211,7 @@ class RewardPool:
         shares, which leave the rest to whoever is done first, are for responses that take longer."""
         waiting = len(self._queue)
         share = min(MOST_AHEAD, 1 + (waiting - 1) // self.options.workers)
-        quick = min(MOST_QUICK, int(self._heard_s / self._response_s)) if self._response_s else 0
+        quick = min(MOST_QUICK, int(self.heard_s / self._response_s)) if self._response_s else 0
         even = -(-waiting // max(1, len(self._idle)))
         taken = [self._queue.popleft() for _ in range(max(share, min(quick, even)))]
         return deque([each for each in taken if self._asked.get(each.name) is each.job])

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from staleflow.run.decisions import read_decisions
 from staleflow.run.directory import RunDirectory
 from staleflow.run.signals import RECENT
 from staleflow.runtime.local.patience import run_patiently
-from staleflow.runtime.local.run import LocalRun, RunError
+from staleflow.runtime.local.run import CYCLE_S, LocalRun, RunError
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Limits
 from staleflow.study.measured import read_run
@@ -214,6 +215,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
     def watch(run: LocalRun) -> None:
         assert run.payloads.limits.memory == memory
+        assert run.pool.heard_s == CYCLE_S, "a worker would wait for every share of quick responses"
         claimed.append(run.payloads.claimed)
 
     summary, directory = run_once(config, model, watch=watch)
@@ -246,6 +248,8 @@ def test_checkpoints_load_in_transformers_and_summaries_have_their_keys(finished
     assert wanted <= set(json.loads(json.dumps(summary)))
     assert sum(summary["staleness_histogram"].values()) == summary["tokens_trained"] > 0
     assert 0 <= summary["trainer_idle"] <= 1
+    guess = costs_from_geometry(load(str(directory.path / "config.yaml")))
+    assert summary["believed"] == asdict(guess), "what it decided by, and not what steps turned out to take"
 
 
 @pytest.mark.slow
