@@ -1,14 +1,16 @@
-"""TRL's ``GRPOTrainer`` with transformers generation on the workloads of ``system.py``: what they are compared with.
+"""TRL's ``GRPOTrainer`` on the workloads of ``system.py``, with transformers generation or with vLLM: for comparison.
 
     python bench/gpu/trl_grpo.py --output system.json --workload smollm          # needs trl, in any way Python finds it
     python bench/gpu/trl_grpo.py --output system.json --workload skewed --steps 2
     python bench/gpu/trl_grpo.py --output system.json --vllm                     # TRL generates with vLLM, colocated
+    python bench/gpu/trl_grpo.py --output system.json --vllm --workload skewed --steps 3
     python bench/gpu/trl_grpo.py --smoke                                         # a tiny model on the CPU
 
 Equal are model, prompts, 32 prompts with 8 responses, lengths (imposed in the skewed workload, as there), GRPO without
 a reference model, AdamW with float32 weights, and bfloat16 for products. Of TRL: generation waits for the longest
-response of the batch with all rows, and training waits for generation. The first step is not counted. ``datasets``, if
-it is not installed, is replaced by a list: only prompts are in it.
+response of the batch (with transformers: with all rows), training waits for generation, and all rows are padded to the
+longest of the batch. The first step is not counted, unless it is the only one. ``datasets``, if it is not installed, is
+replaced by a list: only prompts are in it.
 """
 
 import argparse
@@ -37,11 +39,13 @@ from transformers import (
 
 from bench.gpu import skewed
 from bench.gpu.lab import Results
+from staleflow.rollout.shapes import SHAPES
 from staleflow.tasks.arithmetic import problems
 from staleflow.tasks.smollm import smollm
 
 GROUPS, SIZE = 32, 8
-IN_VLLM = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_max_model_length": 512}
+PROMPT = 256
+"""No prompt has more tokens than this."""
 
 
 class Rows(list[dict[str, Any]]):
@@ -70,6 +74,25 @@ def without_datasets() -> None:
     for package, parts in (("datasets", ("fingerprint",)), ("pandas", ()), ("pyarrow", ("compute", "types"))):
         if importlib.util.find_spec(package) is None:
             sys.modules |= {name: Missing(name) for name in (package, *(f"{package}.{part}" for part in parts))}
+
+
+class Limits:
+    """Lengths of the skewed workload in the order in which TRL asks: all responses to a prompt, then the next one's."""
+
+    def __init__(self, mean: int, longest: int) -> None:
+        self._mean, self._longest, self._taken = mean, longest, 0
+        self.last: list[int] = []
+        """Of the batch that was asked for last."""
+
+    def take(self, count: int) -> list[int]:
+        names = [f"p{at // SIZE}/{at % SIZE}" for at in range(self._taken, self._taken + count)]
+        self._taken += count
+        self.last = [skewed.length(name, self._mean, self._longest) for name in names]
+        return self.last
+
+    def check(self, responses: list[list[int]]) -> None:
+        if (found := [*map(len, responses)]) != self.last:
+            raise RuntimeError(f"lengths are not those that were imposed: {found[:8]}, not {self.last[:8]}")
 
 
 class Lengths(LogitsProcessor):
@@ -102,16 +125,42 @@ def words_of(number: int) -> str:
     return " ".join(f"w{(number + 7919 * at) % 500}" for at in range(128))
 
 
-def tokenizer_of(folder: Path) -> Any:
-    """One token for each word; the second id ends a response."""
+def tokenizer_of(folder: Path, size: int) -> Any:
+    """One word for each token; the second id ends a response. It is saved in the folder, where vLLM looks for it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    made = Tokenizer(models.WordLevel({"[UNK]": 0, "[END]": 1} | {f"w{n}": n + 2 for n in range(500)}, "[UNK]"))
+    words = {"[UNK]": 0, "[END]": 1} | {f"w{n}": n + 2 for n in range(size - 2)}
+    made = Tokenizer(models.WordLevel(words, "[UNK]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[attr-defined]
-    made.save(str(folder / "words.json"))
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "words.json"), eos_token="[END]", pad_token="[END]", padding_side="left"
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="[END]", pad_token="[END]", unk_token="[UNK]", padding_side="left"
     )
+    found.save_pretrained(folder)
+    return found
+
+
+def in_vllm(longest: int) -> dict[str, Any]:
+    """TRL's settings for vLLM in its own process, on the card of the trainer."""
+    sizes = {"vllm_gpu_memory_utilization": 0.3, "vllm_max_model_length": PROMPT + longest}
+    return {"use_vllm": True, "vllm_mode": "colocate", **sizes}
+
+
+def impose(llm: Any, limits: Limits) -> None:
+    """Each request of vLLM's ends where its trajectory does, and nowhere else.
+
+    TRL asks for all rows of a step at once, a prompt as often as it is to have responses.
+    """
+    plain = llm.generate
+
+    def generate(prompts: list[Any], sampling_params: Any, **named: Any) -> Any:
+        def own(most: int) -> Any:
+            found = sampling_params.clone()
+            found.max_tokens, found.ignore_eos = most, True
+            return found
+
+        return plain(prompts, [own(most) for most in limits.take(len(prompts))], **named)
+
+    llm.generate = generate
 
 
 def measured(
@@ -121,38 +170,37 @@ def measured(
     trl: Any = importlib.import_module("trl")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     count = (2 if smoke else GROUPS) * steps
-    if workload == "smollm":
+    limits = Limits(8 if smoke else 256, longest) if workload == "skewed" else None
+    if limits is None:
         folder = smollm(runs / "cache")
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
         asked = problems(digits=1, operations="+-*")
         rows = Rows({"prompt": [{"role": "user", "content": asked[at % len(asked)]["prompt"]}]} for at in range(count))
     else:
-        folder = skewed.model(shape, runs / shape)
-        tokenizer = tokenizer_of(folder)
+        folder = skewed.model(shape, runs / f"{shape}-trl")  # its own, for its tokenizer is
+        tokenizer = tokenizer_of(folder, SHAPES[shape]["vocab_size"])
         rows = Rows({"prompt": words_of(at)} for at in range(count))
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.to(device)
-    tokens, calls, plain, generating = [0], [0], model.generate, [0.0]
+    batch = (2 if smoke else GROUPS) * SIZE
+    tokens, plain, generating = [0], model.generate, list[float]()
 
     def generate(*given: Any, **named: Any) -> Any:
         began = time.perf_counter()
-        if workload == "skewed":
-            batch = 16 if smoke else GROUPS * SIZE
-            first, calls[0] = calls[0] * batch // SIZE, calls[0] + 1
-            mean, most = (8, longest) if smoke else (256, longest)
-            limits = [skewed.length(f"p{first + at // SIZE}/{at % SIZE}", mean, most) for at in range(batch)]
-            named["logits_processor"] = [Lengths(limits, tokenizer.eos_token_id, device)]
+        if limits is not None and not vllm:
+            named["logits_processor"] = [Lengths(limits.take(batch), tokenizer.eos_token_id, device)]
         found = plain(*given, **named)
-        generating[0] += time.perf_counter() - began
+        generating.append(time.perf_counter() - began)
         return found
 
     def reward(completion_ids: list[list[int]], **_unused: Any) -> list[float]:
+        if limits is not None:
+            limits.check(completion_ids)
         tokens.append(sum(map(len, completion_ids)))
         return [float(sum(each) % 2) for each in completion_ids]
 
     model.generate = generate
     clock = Clock()
-    batch = (2 if smoke else GROUPS) * SIZE
     micro = 16 if smoke else 64 if workload == "smollm" else 4
     with tempfile.TemporaryDirectory() as scratch:
         options = trl.GRPOConfig(
@@ -160,8 +208,8 @@ def measured(
             gradient_accumulation_steps=batch // micro, num_generations=SIZE, max_completion_length=longest,
             temperature=1.0, beta=0.0, loss_type="dapo", learning_rate=1e-9, bf16=device == "cuda",
             use_cpu=device == "cpu", gradient_checkpointing=False, shuffle_dataset=False, save_strategy="no",
-            logging_strategy="no", report_to="none", disable_tqdm=True, use_vllm=vllm,
-            **(IN_VLLM if vllm else {}),
+            logging_strategy="no", report_to="none", disable_tqdm=True,
+            **(in_vllm(longest) if vllm else {}),
         )  # fmt: skip
         trainer = trl.GRPOTrainer(
             model, reward, options, train_dataset=rows, processing_class=tokenizer, callbacks=[clock]
@@ -169,6 +217,8 @@ def measured(
         if vllm:
             plain = trainer.vllm_generation.generate
             trainer.vllm_generation.generate = generate
+            if limits is not None:
+                impose(trainer.vllm_generation.llm, limits)
         began = time.perf_counter()
         trainer.train()
     marks = [began, *clock.steps]
@@ -179,9 +229,10 @@ def measured(
         "trl": trl.__version__,
         "steps": steps,
         "step_s": [round(b - a, 3) for a, b in pairwise(marks)],
+        "generation_s": [round(each, 3) for each in generating],
         "tokens": tokens[1:],
         "tokens_per_s": counted / seconds,
-        "generation_share": generating[0] / (marks[-1] - marks[0]),
+        "generation_share": sum(generating) / (marks[-1] - marks[0]),
     }
 
 
@@ -192,7 +243,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--workload", choices=("skewed", "smollm"), default="smollm")
     parser.add_argument("--shape", default="qwen-0.5b")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--vllm", action="store_true", help="generate with vLLM in this process (smollm)")
+    parser.add_argument("--vllm", action="store_true", help="generate with vLLM in this process")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     given = parser.parse_args(arguments)
     results = Results(given.output)

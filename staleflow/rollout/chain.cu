@@ -12,8 +12,8 @@
 // squares for each 64 outputs; who reads it multiplies its sums by 1 / root mean square. The residual and products are rounded
 // to bfloat16 where cuda.decode rounds them.
 //
-// chain.py gives the sizes as macros: HIDDEN WIDE HEADS KV_HEADS HEAD_DIM PAGE EPSILON QK_NORM SCALE, ROWS (sequences: 8, 16 or a
-// multiple of 32), for each product SPLIT_ (blocks of a cluster) and STAGES_ (of the ring), and MANY (sequences from which on
+// chain.py gives the sizes as macros: HIDDEN WIDE HEADS KV_HEADS HEAD_DIM PAGE EPSILON QK_NORM SCALE, ROWS (sequences: 8, 16, 32,
+// 64 or 128), for each product SPLIT_ (blocks of a cluster) and STAGES_ (of the ring), and MANY (sequences from which on
 // sums are sent in one copy).
 
 struct Job {
@@ -24,7 +24,6 @@ struct Job {
 };
 
 constexpr int TILE = 64, DEPTH = 64, TILES = HIDDEN / TILE;
-constexpr int WIDTH = ROWS < 32 ? ROWS : 32;  // sequences of one instruction
 constexpr u32 WEIGHTS = TILE * DEPTH * 2, INPUT = ROWS * DEPTH * 2;  // bytes of a stage, for 64 outputs
 constexpr int STRIDE = TILE + 4;                                     // floats of a sequence's sums: no bank twice
 enum Kind { QKV_, OUT, UP };
@@ -42,6 +41,7 @@ struct Product {
   static constexpr u32 STAGE = WEIGHTS + INPUT;
   static constexpr bool APART = SPLIT > 1;             // sums come from other blocks, who may not write where the ring is
   static constexpr bool BULK = APART && ROWS >= MANY;  // sums are laid out first, and sent in one copy for each block
+  static constexpr bool AROUND = over(STEPS, SPLIT) > STAGES_;  // the ring is filled more than once
   static_assert(APART && !BULK || ROWS * STRIDE * 4 <= STAGES_ * STAGE, "sums take the place of the ring");
   static_assert(STAGES_ > 1, "a stage is given back after the next one is there");
   static_assert(ROWS % SPLIT == 0, "a block adds up the sums of OWN sequences");
@@ -69,6 +69,7 @@ struct Product {
     let_next_begin();
     if (copies) {
       u64 once = read_once();
+      read_map(matrix), read_map(from);  // the second is used when there is no time to wait for it
       for (int i = 0; i < STAGES_; ++i) gate_init(&s.full[i], 1), gate_init(&s.empty[i], GROUP_WARPS);
       gate_init(&s.all, 1);
       gates_ready();
@@ -110,7 +111,7 @@ struct Product {
         for (int t = 0; t < TILES; ++t) sum += read_float(job.squares + t * ROWS + thread);
         s.factor[thread] = inverse_root(sum / HIDDEN + EPSILON);
       }
-      float d[ROWS / WIDTH][WIDTH / 2] = {};
+      float d[ROWS / 2] = {};
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
         int stage = i % STAGES_;
@@ -118,10 +119,9 @@ struct Product {
         const char *a = s.ring + stage * STAGE, *b = s.ring + stage * STAGE + WEIGHTS;
         products_begin();
 #pragma unroll
-        for (int k = 0; k < DEPTH / 16; ++k)
-#pragma unroll
-          for (int n = 0; n < ROWS / WIDTH; ++n) multiply_tiles(d[n], tile_at(a + k * 32), tile_at(b + n * WIDTH * DEPTH * 2 + k * 32));
+        for (int k = 0; k < DEPTH / 16; ++k) multiply_tiles(d, tile_at(a + k * 32), tile_at(b + k * 32));
         products_sent();
+        if (!AROUND) continue;
         products_wait<1>();  // those before
         if (i > 0 && i - 1 + STAGES_ < count && lane == 0) gate_arrive(&s.empty[(i - 1) % STAGES_]);
       }
@@ -129,13 +129,11 @@ struct Product {
       if (!APART || BULK) meet_group();
       float* mine = (float*)s.ring;
 #pragma unroll
-      for (int n = 0; n < ROWS / WIDTH; ++n)
-#pragma unroll
-        for (int e = 0; e < WIDTH / 2; ++e) {
-          int sequence = n * WIDTH + e / 4 * 8 + lane % 4 * 2 + e % 2, place = warp * 16 + e % 4 / 2 * 8 + lane / 4;
-          if (APART && !BULK) send(s.sums + (rank * OWN + sequence % OWN) * STRIDE + place, d[n][e], &s.all, sequence / OWN);
-          else mine[sequence * STRIDE + place] = d[n][e];
-        }
+      for (int e = 0; e < ROWS / 2; ++e) {
+        int sequence = e / 4 * 8 + lane % 4 * 2 + e % 2, place = warp * 16 + e % 4 / 2 * 8 + lane / 4;
+        if (APART && !BULK) send(s.sums + (rank * OWN + sequence % OWN) * STRIDE + place, d[e], &s.all, sequence / OWN);
+        else mine[sequence * STRIDE + place] = d[e];
+      }
       if (BULK) {
         written();
         meet_group();
@@ -144,37 +142,51 @@ struct Product {
       if (APART) gate_wait(&s.all, 0);
       meet_group();  // also for the factors
       const float* sums = APART ? s.sums : mine;
+      if (KIND == UP)
 #pragma unroll
-      for (int j = 0; j < MINE; ++j) {
-        int own = j * GROUP_WARPS + warp, row = rank * OWN + own;
-        if (own < OWN && row < job.rows) finish(job, sums + own * STRIDE, tile, row, lane, before[j], biased, next, s.factor[row]);
-      }
+        for (int j = 0; j < over(OWN, 2 * GROUP_WARPS); ++j) {
+          int own = 2 * (j * GROUP_WARPS + warp) + lane / 16, row = rank * OWN + own;
+          if (own < OWN && row < job.rows) gate(job, sums + own * STRIDE, tile, row, lane % 16, s.factor[row]);
+        }
+      else
+#pragma unroll
+        for (int j = 0; j < MINE; ++j) {
+          int own = j * GROUP_WARPS + warp, row = rank * OWN + own;
+          if (own < OWN && row < job.rows) finish(job, sums + own * STRIDE, tile, row, lane, before[j], biased, next, s.factor[row]);
+        }
     }
     meet_warp();
     if (BULK) meet_cluster();  // the others have what was sent from here
   }
 
-  // One sequence, two outputs for each lane, from the sums of all blocks of the cluster.
-  static DEVICE void finish(
-      const Job& job, const float* sums, int tile, int row, int lane, u32 before, u32 biased, u32 next, float factor) {
-    constexpr int APART_BY = OWN * STRIDE;
-    if (KIND == UP) {
-      float gate = 0, up = 0;
-#pragma unroll
-      for (int s = 0; s < SPLIT; ++s) gate += sums[s * APART_BY + lane], up += sums[s * APART_BY + 32 + lane];
-      gate *= factor, up *= factor;
-      int output = tile * 32 + lane;
-      if (job.bias) gate += wide(job.bias[output]), up += wide(job.bias[WIDE + output]);
-      gate = rounded(gate), up = rounded(up);
-      job.to[row * (i64)WIDE + output] = half(gate / (1 + power2(-gate * LOG2E)) * up);
-      return;
-    }
+  // Two outputs of one sequence, from the sums of all blocks of the cluster.
+  static DEVICE float2x summed(const float* sums) {
     float2x v = {0, 0};
 #pragma unroll
     for (int s = 0; s < SPLIT; ++s) {
-      float2x found = *(const float2x*)(sums + s * APART_BY + 2 * lane);
+      float2x found = *(const float2x*)(sums + s * OWN * STRIDE);
       v.x += found.x, v.y += found.y;
     }
+    return v;
+  }
+
+  // The gated values of one sequence, two for each lane of half a warp.
+  static DEVICE void gate(const Job& job, const float* sums, int tile, int row, int lane, float factor) {
+    float2x g = summed(sums + 2 * lane), u = summed(sums + 32 + 2 * lane);
+    int output = tile * 32 + 2 * lane;
+    g.x *= factor, g.y *= factor, u.x *= factor, u.y *= factor;
+    if (job.bias) {
+      u32 of_gate = *(const u32*)(job.bias + output), of_up = *(const u32*)(job.bias + WIDE + output);
+      g.x += low(of_gate), g.y += high(of_gate), u.x += low(of_up), u.y += high(of_up);
+    }
+    *(u32*)(job.to + row * (i64)WIDE + output) = pack(gated(rounded(g.x), rounded(u.x)), gated(rounded(g.y), rounded(u.y)));
+  }
+  static DEVICE float gated(float gate, float up) { return gate * inverse(1 + power2(-gate * LOG2E)) * up; }
+
+  // One sequence, two outputs for each lane.
+  static DEVICE void finish(
+      const Job& job, const float* sums, int tile, int row, int lane, u32 before, u32 biased, u32 next, float factor) {
+    float2x v = summed(sums + 2 * lane);
     int output = tile * TILE + 2 * lane;
     if (KIND == QKV_) {
       *(u32*)(job.to + row * (i64)OUTPUTS + output) = pack(v.x * factor + low(biased), v.y * factor + high(biased));

@@ -100,7 +100,7 @@ class Flight(NamedTuple):
 
 
 class Staging:
-    """Pinned memory for what goes to the device and what comes back."""
+    """Pinned memory for what goes to the device and what comes back, both by kernels (``kernels.move``)."""
 
     def __init__(self, ints: int, rows: int) -> None:
         self.ints = torch.zeros(ints, dtype=torch.int32, pin_memory=True)
@@ -109,10 +109,13 @@ class Staging:
         self._logprobs = torch.zeros(rows, dtype=torch.float32, pin_memory=True)
         self.free = torch.cuda.Event()
 
+    def bring_in(self, ints: Tensor, floats: Tensor) -> None:
+        """Fill these of the device with the first of what is staged."""
+        kernels.move((self.ints[: len(ints)], ints), (self.floats[: len(floats)], floats))
+
     def bring_back(self, count: int, logits: Tensor, tokens: Tensor, logprobs: Tensor) -> Flight:
         """What the first ``count`` rows drew, when they have."""
-        self._tokens[: len(tokens)].copy_(tokens, non_blocking=True)
-        self._logprobs[: len(tokens)].copy_(logprobs, non_blocking=True)
+        kernels.move((tokens, self._tokens), (logprobs, self._logprobs))
         self.free.record()
         return Flight(count, logits[:count], self._tokens, self._logprobs, self.free)
 
@@ -196,9 +199,7 @@ class DecodeGraphs:
         pages[count:] = self._attention.null_page
         floats[:count], floats[rows : rows + count] = uniforms, temperatures
         floats[count:rows] = floats[rows + count : 2 * rows] = 0
-        size = rows * (2 + width)
-        self._ints[:size].copy_(staging.ints[:size], non_blocking=True)
-        self._floats[: 2 * rows].copy_(staging.floats[: 2 * rows], non_blocking=True)
+        staging.bring_in(self._ints[: rows * (2 + width)], self._floats[: 2 * rows])
         recorded = self._recorded.get((rows, width)) or self._record(rows, width)
         recorded.graph.replay()
         logits, drawn, logprobs = recorded.outputs

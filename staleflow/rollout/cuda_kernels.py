@@ -16,6 +16,8 @@ from torch import Tensor
 BLOCK, WARPS, STAGES = 64, 4, 3
 """Tokens of context that a program looks at together, its warps, and the loads it has under way."""
 VOCABULARY_BLOCK = 2048
+MOVED = 1024
+"""Elements that a program of ``move`` copies."""
 PROGRAMS, LONGEST = 512, 4096
 """Programs that keep a large GPU busy with attention, and the most tokens that one should have: where sequences are
 few, or may be long, the context of each is split among several."""
@@ -265,6 +267,13 @@ def _pick(
     tl.store(logprobs + row, logit - best - tl.log(total.to(tl.float32)))
 
 
+@triton.jit(do_not_specialize=["firsts", "seconds"])
+def _move(first, to_first, firsts, second, to_second, seconds, block: tl.constexpr):
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    tl.store(to_first + at, tl.load(first + at, mask=at < firsts), mask=at < firsts)
+    tl.store(to_second + at, tl.load(second + at, mask=at < seconds), mask=at < seconds)
+
+
 def splits_for(sequences: int, kv_heads: int, tokens: int) -> int:
     """Into how many parts to cut each context of at most ``tokens`` tokens."""
     splits = 1
@@ -383,3 +392,13 @@ def pick(logits: Tensor, temperatures: Tensor, uniforms: Tensor, tokens: Tensor)
         block=VOCABULARY_BLOCK, padded=padded, num_warps=4,
     )  # fmt: skip
     return logprobs
+
+
+def move(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
+    """Copy one array into another of its type, twice; each may be pinned memory of the host.
+
+    By a kernel and not by the copy engine: where several processes have work for a GPU, one whose kernels wait for a
+    copy loses its turn, and the next step waits until the others have had theirs.
+    """
+    sizes = first[0].numel(), second[0].numel()
+    _move[(triton.cdiv(max(sizes), MOVED),)](*first, sizes[0], *second, sizes[1], block=MOVED)

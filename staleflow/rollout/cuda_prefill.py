@@ -1,8 +1,9 @@
 """Steps with prefill on a GPU: spans of any lengths in one pass, as one CUDA graph where launches would take longest.
 
 The tokens of a step lie one behind the other, one of each sequence that decodes among them, and a kernel attends over
-the pages of all. Graphs are recorded for a few numbers of tokens, up to ``GRAPHED``; more tokens keep the GPU busy for
-longer than the launches of a step take. ::
+the pages of all. Graphs are recorded for a few numbers of tokens, up to ``GRAPHED``: small ones at the start, larger
+ones when they are first needed. Those save little time on a GPU of one's own; but where others use it, too, a process
+loses its turn whenever it has nothing queued. ::
 
     steps = PrefillSteps(model, attention, most_rows=256, most_tokens=8192, most_pages=512)
     flight = steps.launch(tokens, Spans.of(starts, lengths, tables, page), wanted, uniforms, temperatures)
@@ -21,8 +22,10 @@ from staleflow.rollout.model import Model
 from staleflow.rollout.rows import Ints
 from staleflow.rollout.tiles import Spans, tiled
 
-LEAST, GRAPHED, ROUND = 64, 2048, 64
-"""Tokens of the smallest graph and of the largest; beyond, steps are filled up to a multiple."""
+LEAST, PREPARED, GRAPHED = 64, 2048, 9216
+"""Tokens of the smallest graph, of the largest that is recorded at the start, and of the largest."""
+COARSE, ROUND = 1024, 64
+"""Steps of more tokens than are prepared, and of more than have a graph, are filled up to a multiple of these."""
 
 
 class PrefillSteps:
@@ -45,9 +48,9 @@ class PrefillSteps:
         """One is enough: a step with prefill is waited for before the next is launched."""
 
     def prepare(self) -> None:
-        """Record all graphs. Only the null page is written."""
+        """Record the graphs of small steps. Only the null page is written."""
         size = LEAST
-        while size <= min(GRAPHED, len(self._ints)):
+        while size <= min(PREPARED, len(self._ints)):
             self._ints.zero_()
             self._ints[2 * size : 3 * size] = self._attention.null_page * self._attention.page_size
             self._record(size)
@@ -68,8 +71,7 @@ class PrefillSteps:
         self._staging.ints.numpy()[wanted_at : wanted_at + rows] = wanted
         floats = self._staging.floats.numpy()
         floats[:rows], floats[rows : 2 * rows] = uniforms, temperatures
-        self._ints[: wanted_at + rows].copy_(self._staging.ints[: wanted_at + rows], non_blocking=True)
-        self._floats[: 2 * rows].copy_(self._staging.floats[: 2 * rows], non_blocking=True)
+        self._staging.bring_in(self._ints[: wanted_at + rows], self._floats[: 2 * rows])
         if size <= GRAPHED:
             recorded = self._recorded.get(size) or self._record(size)
             recorded.graph.replay()
@@ -119,8 +121,9 @@ class PrefillSteps:
 
 
 def tokens_for(count: int) -> int:
-    """Tokens that a step of ``count`` is filled up to: among those with a graph, a power of two or one and a half."""
-    if count > GRAPHED:
-        return -(-count // ROUND) * ROUND
+    """Tokens that a step of ``count`` is filled up to: of small ones a power of two, or one and a half."""
+    if count > PREPARED:
+        multiple = COARSE if count <= GRAPHED else ROUND
+        return -(-count // multiple) * multiple
     size = max(LEAST, 1 << (count - 1).bit_length())
     return size * 3 // 4 if size > LEAST and count <= size * 3 // 4 else size

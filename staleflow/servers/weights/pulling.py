@@ -278,7 +278,7 @@ class Reader:
     ) -> bool:
         """Copy what is strided, converted, or on a device. GPUs copy in parallel with decoding; the copies have ended
         when this returns, so that the sequence is read after the last byte."""
-        taken = False
+        taken, streams = False, dict[torch.device, torch.cuda.Stream]()
         with torch.inference_mode():
             for target, source in pairs:
                 taken = not self._keep(slot, sequence)
@@ -286,18 +286,21 @@ class Reader:
                     break
                 if target.is_cuda:
                     mapped.pin()
-                    with torch.cuda.stream(self._stream(target.device)):
+                    if target.device not in streams:
+                        streams[target.device] = self._stream(target.device)
+                    with torch.cuda.stream(streams[target.device]):
                         target.copy_(source, non_blocking=True)
                 else:
                     target.copy_(source)
                 if self._between is not None:
                     self._between()
-        for stream in self._streams.values():
+        for stream in streams.values():
             stream.synchronize()
         return not taken
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """A stream for copies, after what the engine has launched so far."""
+        """A stream for copies, after what the engine has launched so far. To be asked for once in a pull: each time the
+        copies wait until the engine's kernels have had their turn on a GPU that others use, too."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         self._streams[device].wait_stream(torch.cuda.current_stream(device))
