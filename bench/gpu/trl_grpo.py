@@ -1,7 +1,7 @@
 """TRL's ``GRPOTrainer`` on the workloads of ``system.py``, with transformers generation or with vLLM: for comparison.
 
     python bench/gpu/trl_grpo.py --output system.json --workload smollm          # needs trl, in any way Python finds it
-    python bench/gpu/trl_grpo.py --output system.json --workload skewed --steps 2
+    python bench/gpu/trl_grpo.py --output system.json --workload skewed --generating 60
     python bench/gpu/trl_grpo.py --output system.json --vllm                     # TRL generates with vLLM, colocated
     python bench/gpu/trl_grpo.py --output system.json --vllm --workload skewed --steps 3
     python bench/gpu/trl_grpo.py --smoke                                         # a tiny model on the CPU
@@ -11,6 +11,9 @@ a reference model, AdamW with float32 weights, and bfloat16 for products. Of TRL
 response of the batch (with transformers: with all rows), training waits for generation, and all rows are padded to the
 longest of the batch. The first step is not counted, unless it is the only one. ``datasets``, if it is not installed, is
 replaced by a list: only prompts are in it.
+
+``--generating S``: stop transformers' generation of the first batch after so many seconds, and say how many tokens a
+second could have been trained at most, if the rest of it and training took no time.
 """
 
 import argparse
@@ -69,6 +72,13 @@ class Missing(types.ModuleType):
         return Rows if name == "Dataset" else type(name, (), {})
 
 
+def rows_of(prompts: list[Any]) -> Any:
+    """What TRL takes as a data set."""
+    rows = [{"prompt": each} for each in prompts]
+    datasets: Any = importlib.import_module("datasets")
+    return Rows(rows) if isinstance(datasets, Missing) else datasets.Dataset.from_list(rows)
+
+
 def without_datasets() -> None:
     """Let TRL import ``datasets`` and what that brings along, where they are not installed."""
     for package, parts in (("datasets", ("fingerprint",)), ("pandas", ()), ("pyarrow", ("compute", "types"))):
@@ -95,15 +105,21 @@ class Limits:
             raise RuntimeError(f"lengths are not those that were imposed: {found[:8]}, not {self.last[:8]}")
 
 
+class StoppedError(Exception):
+    def __init__(self, made: int) -> None:
+        """Generation was ended with this many tokens of the longest response."""
+        self.made = made
+
+
 class Lengths(LogitsProcessor):
     """Each row ends where its trajectory of the skewed workload does, and nowhere else."""
 
     def __init__(self, limits: list[int], end: int, device: str) -> None:
-        self._limits, self._end, self._made = torch.tensor(limits, device=device), end, 0
+        self._limits, self._end, self.made = torch.tensor(limits, device=device), end, 0
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:  # noqa: ARG002
-        self._made += 1
-        over = self._limits[: len(scores)] <= self._made
+        self.made += 1
+        over = self._limits[: len(scores)] <= self.made
         column = scores[:, self._end].masked_fill(~over, -torch.inf)
         scores = scores.masked_fill(over[:, None], -torch.inf)
         scores[:, self._end] = torch.where(over, 0.0, column)
@@ -164,7 +180,7 @@ def impose(llm: Any, limits: Limits) -> None:
 
 
 def measured(
-    workload: str, shape: str, runs: Path, steps: int, longest: int, smoke: bool, vllm: bool
+    workload: str, shape: str, runs: Path, steps: int, longest: int, smoke: bool, vllm: bool, most_s: float | None
 ) -> dict[str, Any]:
     without_datasets()
     trl: Any = importlib.import_module("trl")
@@ -175,11 +191,12 @@ def measured(
         folder = smollm(runs / "cache")
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
         asked = problems(digits=1, operations="+-*")
-        rows = Rows({"prompt": [{"role": "user", "content": asked[at % len(asked)]["prompt"]}]} for at in range(count))
+        texts = (asked[at % len(asked)]["prompt"] for at in range(count))
+        rows = rows_of([[{"role": "user", "content": text}] for text in texts])
     else:
         folder = skewed.model(shape, runs / f"{shape}-trl")  # its own, for its tokenizer is
         tokenizer = tokenizer_of(folder, SHAPES[shape]["vocab_size"])
-        rows = Rows({"prompt": words_of(at)} for at in range(count))
+        rows = rows_of([words_of(at) for at in range(count)])
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.to(device)
     batch = (2 if smoke else GROUPS) * SIZE
@@ -187,10 +204,14 @@ def measured(
 
     def generate(*given: Any, **named: Any) -> Any:
         began = time.perf_counter()
+        lengths = None
         if limits is not None and not vllm:
-            named["logits_processor"] = [Lengths(limits.take(batch), tokenizer.eos_token_id, device)]
+            lengths = Lengths(limits.take(batch), tokenizer.eos_token_id, device)
+            named |= {"logits_processor": [lengths], "max_time": most_s}
         found = plain(*given, **named)
         generating.append(time.perf_counter() - began)
+        if lengths is not None and limits is not None and lengths.made < max(limits.last):
+            raise StoppedError(lengths.made)
         return found
 
     def reward(completion_ids: list[list[int]], **_unused: Any) -> list[float]:
@@ -220,7 +241,13 @@ def measured(
             if limits is not None:
                 impose(trainer.vllm_generation.llm, limits)
         began = time.perf_counter()
-        trainer.train()
+        try:
+            trainer.train()
+        except StoppedError as stopped:
+            assert limits is not None
+            took, made, every = generating[-1], stopped.made, limits.last
+            rest = {"longest": max(every), "tokens_per_s_at_most": sum(every) / took}
+            return {"trl": trl.__version__, "stopped_after_s": round(took, 3), "made_of_longest": made, **rest}
     marks = [began, *clock.steps]
     counted, seconds = sum(tokens[2:]), marks[-1] - marks[1]
     if steps == 1:  # there is no other to count
@@ -244,6 +271,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--shape", default="qwen-0.5b")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--vllm", action="store_true", help="generate with vLLM in this process")
+    parser.add_argument(
+        "--generating", type=float, help="seconds after which transformers' generation is stopped (skewed)"
+    )
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     given = parser.parse_args(arguments)
     results = Results(given.output)
@@ -253,7 +283,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     longest = 16 if given.smoke else 256 if workload == "smollm" else 4096
     kind = f"skewed {shape}" if workload == "skewed" else workload
     name = f"{kind}, TRL{' with vLLM' if given.vllm else ''}"
-    results.measure(name, lambda: measured(workload, shape, given.runs, steps, longest, given.smoke, given.vllm))
+    how = (workload, shape, given.runs, steps, longest, given.smoke, given.vllm, given.generating)
+    results.measure(name, lambda: measured(*how))
     print(json.dumps(results.found.get(name)))
     return results.found
 
