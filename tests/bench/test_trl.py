@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install -e '.[bench]'")
-from bench.gpu import skewed, trl_grpo  # noqa: E402
+from bench.gpu import skewed, trl_grpo
 
 LIMITS = [skewed.length(f"p{at // trl_grpo.SIZE}/{at % trl_grpo.SIZE}", 8, 16) for at in range(32)]
 
