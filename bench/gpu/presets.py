@@ -1,6 +1,6 @@
 """What faster decoding of few sequences is worth on whole clusters: simulated presets with and without it, and the law.
 
-    python bench/gpu/presets.py --json presets.json         # no GPU needed; a quarter of an hour on one core
+    python bench/gpu/presets.py --json presets.json         # no GPU needed; a minute or more on one core
     python bench/gpu/presets.py --smoke                     # one small run of each, seconds
 
 A step of decoding is divided by what the cells of ``tail.py`` gained over the plain step, with lines between them and
