@@ -4,11 +4,11 @@
     python bench/trainer_cuda.py --json out.json         # also as JSON
     python bench/trainer_cuda.py --smoke                 # a tiny model on whatever device there is
 
-A step is 128 rows with prompts of 256 tokens, fed in four pieces and updated: *equal*, all responses of 768 tokens, or
-*skewed*, lognormal with the same mean, deviation 1.5 times it, at most 8,192. The share of the peak counts 6 operations
-for each parameter and token, attention not counted, against 989 dense TFLOP/s. *Passes*: one forward and backward pass
-of a 135 M model over groups of 8 rows of 61 tokens, from one group to a whole step. The breakdown is of the GPU time of
-one step by kind of kernel; *idle* is what is left of the step.
+A step is 128 rows with prompts of 256 tokens, none of them the same, fed in four pieces and updated: *equal*, all
+responses of 768 tokens, or *skewed*, lognormal with the same mean, deviation 1.5 times it, at most 8,192. The share of
+the peak counts 6 operations for each parameter and token, attention not counted, against 989 dense TFLOP/s. *Passes*:
+one forward and backward pass of a 135 M model over groups of 8 rows of 61 tokens, from one group to a whole step. The
+breakdown is of the GPU time of one step by kind of kernel; *idle* is what is left of the step.
 """
 
 import argparse
@@ -34,6 +34,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
     "0.5b": (896, 4864, 24, 14, 2, 151_936),
     "1.5b": (1536, 8960, 28, 12, 2, 151_936),
     "135m": (576, 1536, 30, 9, 3, 49_152),
+    "laptop": (128, 336, 3, 4, 4, 59),
     "tiny": (32, 64, 2, 4, 2, 100),
 }
 CASES = [
@@ -51,7 +52,7 @@ KINDS = {
 
 def model_of(shape: str, device: str) -> Any:
     hidden, wide, layers, heads, key_heads, vocabulary = SHAPES[shape]
-    small = shape in ("135m", "tiny")
+    small = shape in ("135m", "laptop", "tiny")
     config = (LlamaConfig if small else Qwen2Config)(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -67,11 +68,16 @@ def model_of(shape: str, device: str) -> Any:
         return (LlamaForCausalLM if small else Qwen2ForCausalLM)(config)
 
 
-def step_of(lengths: list[int], members: int, prompt: int, vocabulary: int, version: int) -> list[GroupRows]:
-    random = np.random.default_rng(version)
+def step_of(
+    lengths: list[int], members: int, prompt: int, vocabulary: int, version: int, one_prompt: bool = False
+) -> list[GroupRows]:
+    """``one_prompt``: for all members of a group; otherwise nothing that is computed can be used twice."""
+    random, prompts = np.random.default_rng(version), dict[int, Any]()
 
     def row(at: int, size: int) -> Row:
         begun, tokens = (random.integers(0, vocabulary, count).astype("<i4") for count in (prompt, size))
+        if one_prompt:
+            begun = prompts.setdefault(at // members, begun)
         behaviour = np.full(size, -np.log(vocabulary), "<f4")
         return Row.of(f"p{at // members}/{at % members}", begun, tokens, behaviour, ((version, size),), float(at % 2))
 

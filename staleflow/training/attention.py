@@ -1,16 +1,15 @@
-"""Attention inside each row of a packed pass, without a mask over all pairs of tokens of the pass.
+"""Attention inside each piece of a packed pass, without a mask over all pairs of tokens of the pass.
 
-    attend_by_rows(model)                                                 # once
-    decoder(input_ids=..., position_ids=..., **by_rows(lengths, starts_N))  # rows one behind the other, 1 x L
+    attend_by_rows(model)                                          # once
+    decoder(input_ids=..., position_ids=..., **by_rows(pieces))    # one behind the other, 1 x L (pieces.py)
 
-In bfloat16 on a GPU all rows are one call, whatever their lengths; elsewhere each row is a call of its own, which is
-cheapest on a CPU. A model that is called without ``rows`` attends as transformers does by ``sdpa``.
+In bfloat16 on a GPU all pieces are one call, whatever their lengths; elsewhere each is a call of its own, which is
+cheapest on a CPU. A model that is called without ``pieces`` attends as transformers does by ``sdpa``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,21 +19,17 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from staleflow.model_json import FAMILIES, windowed
+from staleflow.training.pieces import Layout, Pieces, Sizes
 
 NAME = "staleflow-rows"
 HEAD = 8
-"""The size of a head must be a multiple of this for one call over all rows."""
-
-
-class PackedRows(NamedTuple):
-    lengths: list[int]
-    """Tokens of each row, prompt included."""
-    starts_N: Tensor
-    """Where each row begins, and the end of the last, in 32 bits."""
+"""The size of a head must be a multiple of this for one call over all pieces."""
+FLASH_NEAR = 0.05
+"""What bfloat16 makes of values around 1."""
 
 
 def attend_by_rows(model: Any) -> None:
-    """Let the model take ``rows``, if its attention is plain and causal.
+    """Let the model take ``pieces``, if its attention is plain and causal.
 
     Others get transformers' own mask for packed rows."""
     config = model.config
@@ -46,11 +41,11 @@ def attends_by_rows(model: Any) -> bool:
     return model.config._attn_implementation == NAME
 
 
-def by_rows(lengths: Sequence[int], starts_N: Tensor) -> dict[str, Any]:
-    """The arguments that describe a packed pass to a model: its rows, and no mask."""
+def by_rows(pieces: Pieces) -> dict[str, Any]:
+    """The arguments that describe a packed pass to a model: its pieces, and no mask."""
     # A mask of four dimensions is passed on as it is: it keeps transformers from making one of L x L.
-    no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=starts_N.device)
-    return {"rows": PackedRows(list(lengths), starts_N), "attention_mask": no_mask}
+    no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=pieces.starts_N.device)
+    return {"pieces": pieces, "attention_mask": no_mask}
 
 
 def attention(
@@ -60,22 +55,60 @@ def attention(
     value_1HLD: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    rows: PackedRows | None = None,
+    pieces: Pieces | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls it: the result is 1 x L x H x D."""
-    if rows is None:
+    if pieces is None:
         return sdpa_attention_forward(  # pyright: ignore[reportReturnType]
             module, query_1HLD, key_1HLD, value_1HLD, attention_mask, scaling=scaling, **others
         )
     states = (query_1HLD, key_1HLD, value_1HLD)
-    how: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": query_1HLD.shape[1] != key_1HLD.shape[1]}
     if query_1HLD.is_cuda and torch.is_autocast_enabled("cuda") and query_1HLD.shape[-1] % HEAD == 0:
         q, k, v = (each[0].transpose(0, 1).to(torch.bfloat16) for each in states)
-        where = (rows.starts_N, rows.starts_N, max(rows.lengths), max(rows.lengths))
-        return torch.ops.aten._flash_attention_forward(q, k, v, *where, 0.0, True, False, scale=scaling)[0][None], None
-    parts = zip(*(each.split(rows.lengths, 2) for each in states), strict=True)
-    return torch.cat([scaled_dot_product_attention(q, k, v, **how) for q, k, v in parts], 2).transpose(1, 2), None
+        if (context := pieces.context) is not None:
+            # In float32, so that the gradients of a key that several see are not summed in bfloat16.
+            k, v = (each.float().index_select(0, context.where_K).to(torch.bfloat16) for each in (k, v))
+        found = torch.ops.aten._flash_attention_forward(q, k, v, *pieces.reach, 0.0, True, False, scale=scaling)
+        return found[0][None], None
+    how: dict[str, Any] = {"scale": scaling, "enable_gqa": query_1HLD.shape[1] != key_1HLD.shape[1]}
+    return _one_by_one(states, pieces, how).transpose(1, 2), None
+
+
+def flash_shares(device: torch.device) -> bool:
+    """Whether the call over all pieces lets the last query of each see its last key, as those that see others need.
+
+    PyTorch does not promise it: if it were the first query that sees the first key, gradients would be silently wrong.
+    """
+    layout, random = Layout.of(Sizes([5, 7, 4], [0, 2, 0])), torch.Generator().manual_seed(0)
+    states = [torch.randn(1, 2, 14, 64, generator=random).bfloat16().float() for _ in range(4)]
+    found: list[list[Tensor]] = []
+    for where in (torch.device("cpu"), device):
+        query, key, value, d_out = (each.to(where).requires_grad_() for each in states)
+        pieces = layout.pieces(lambda values, where=where: torch.from_numpy(values).to(where))
+        with torch.enable_grad(), torch.autocast("cuda", torch.bfloat16, enabled=where.type == "cuda"):
+            out, _ = attention(None, query, key, value, None, pieces=pieces)
+        gradients = torch.autograd.grad(out.float(), (query, key, value), d_out.detach().transpose(1, 2))
+        found.append([each.detach().cpu().float() for each in (out, *gradients)])
+    return all(torch.allclose(*each, atol=FLASH_NEAR) for each in zip(*found, strict=True))
+
+
+def _one_by_one(states: tuple[Tensor, Tensor, Tensor], pieces: Pieces, how: dict[str, Any]) -> Tensor:
+    """1 x H x L x D, by a call for each piece."""
+    query, key, value = states
+    before, counts = [0] * len(pieces.lengths), pieces.lengths
+    if (context := pieces.context) is not None:
+        before, counts = context.before, [own + seen for own, seen in zip(pieces.lengths, context.before, strict=True)]
+        key, value = (each.index_select(2, context.where_K) for each in (key, value))
+    parts = zip(query.split(pieces.lengths, 2), key.split(counts, 2), value.split(counts, 2), before, strict=True)
+    return torch.cat([_one(*part, how) for part in parts], 2)
+
+
+def _one(query: Tensor, key: Tensor, value: Tensor, before: int, how: dict[str, Any]) -> Tensor:
+    if not before:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, **how)
+    sees = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril_(before)
+    return scaled_dot_product_attention(query, key, value, attn_mask=sees, **how)
 
 
 AttentionInterface.register(NAME, attention)

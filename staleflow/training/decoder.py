@@ -27,6 +27,7 @@ from torch.nn.functional import embedding, linear
 
 from staleflow.training.attention import HEAD, attends_by_rows
 from staleflow.training.micro_batches import MicroBatch
+from staleflow.training.pieces import Pieces
 
 if TYPE_CHECKING:
     from staleflow.training.recorded import Recordings
@@ -84,26 +85,24 @@ class Matrix:
 
 
 class Places(NamedTuple):
-    """What a pass reads, and where each row begins."""
+    """What a pass reads, and how its rows lie."""
 
     tokens_L: Tensor
     positions_L: Tensor
     predicting_T: Tensor
-    starts_N: Tensor
-    longest: int
+    pieces: Pieces
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Places:
-        return cls(batch.tokens_L, batch.positions_L, batch.predicting_T, batch.starts_N, max(batch.lengths))
+        return cls(batch.tokens_L, batch.positions_L, batch.predicting_T, batch.pieces)
 
 
 class Turns(NamedTuple):
-    """Of the rows of a pass: angles by position, and where each row begins."""
+    """Angles by position, and how the rows of a pass lie."""
 
     cos_LD: Tensor
     sin_LD: Tensor
-    starts_N: Tensor
-    longest: int
+    pieces: Pieces
 
 
 class Kept(NamedTuple):
@@ -147,7 +146,7 @@ class Layer:
         bias = None if self.bias is None else self.bias.value
         qkv = linear(normed, self.qkv.value, bias).view(-1, self.every, self.size)
         do.rotate(qkv, turns.cos_LD, turns.sin_LD, (self.heads + self.every) // 2)
-        attended, sums = do.attend(qkv, self.heads, turns.starts_N, turns.longest, self.scale)
+        attended, sums = do.attend(qkv, self.heads, turns.pieces, self.scale)
         branch = attended.flatten(1) @ self.out.value.t()
         before = (scaled, scales, qkv, attended, sums)
         normed, scaled, scales = do.add_norm(residual_LH, branch, self.norms[1], self.epsilon, self.kind)
@@ -168,8 +167,7 @@ class Layer:
         do.accumulate(self.gate_up.gradient, d_both, normed)
         d_attended = (d_half @ self.out.value).view_as(kept.attended)
         do.accumulate(self.out.gradient, d_half, kept.attended.flatten(1))
-        rows = (turns.starts_N, turns.longest, self.scale)
-        d_states = do.attend_backward(d_attended, kept.qkv, kept.attended, kept.sums, *rows)
+        d_states = do.attend_backward(d_attended, kept.qkv, kept.attended, kept.sums, turns.pieces, self.scale)
         d_qkv = do.rotate_back(*d_states, turns.cos_LD, turns.sin_LD).flatten(1)
         d_normed = d_qkv @ self.qkv.value
         norm = (kept.scaled, kept.scales, self.norms[0], d_residual_LH, parts[0])
@@ -283,7 +281,7 @@ class Decoder:
     def _turns(self, places: Places, like: Tensor) -> Turns:
         half = self.layers[0].size // 2
         cos, sin = (each[0, :, :half].contiguous() for each in self._rotary(like, places.positions_L[None]))
-        return Turns(cos, sin, places.starts_N, places.longest)
+        return Turns(cos, sin, places.pieces)
 
 
 class _Pass(torch.autograd.Function):

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from staleflow.training.pieces import Pieces
+
 PROGRAMS = 264
 """Of a sum over rows: enough to keep a large GPU busy, few enough that their parts are summed in no time."""
 GATED, VOCABULARY = 1024, 4096
@@ -249,29 +251,36 @@ def swiglu_backward(both_LF: Tensor, d_out_LF: Tensor) -> None:
     _swiglu_backward[(rows, triton.cdiv(wide, GATED))](both_LF, d_out_LF, wide, block=GATED)
 
 
-def attend(qkv_LND: Tensor, queries: int, starts_N: Tensor, longest: int, scale: float) -> tuple[Tensor, Any]:
-    """Causal attention inside each row; and what its gradient needs besides."""
-    query, key, value = _apart(qkv_LND, queries)
+def attend(qkv_LND: Tensor, queries: int, pieces: Pieces, scale: float) -> tuple[Tensor, Any]:
+    """Causal attention inside each piece and to what it sees before itself; and what its gradient needs besides."""
+    query, key, value = _seen(qkv_LND, queries, pieces)
     out, *kept = torch.ops.aten._flash_attention_forward(
-        query, key, value, starts_N, starts_N, longest, longest, 0.0, True, False, scale=scale
+        query, key, value, *pieces.reach, 0.0, True, False, scale=scale
     )
     return out, kept[:3]
 
 
 def attend_backward(
-    d_out_LND: Tensor, qkv_LND: Tensor, out_LND: Tensor, kept: Any, starts_N: Tensor, longest: int, scale: float
+    d_out_LND: Tensor, qkv_LND: Tensor, out_LND: Tensor, kept: Any, pieces: Pieces, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums, *random = kept
-    query, key, value = _apart(qkv_LND, out_LND.shape[1])
-    return torch.ops.aten._flash_attention_backward(
-        d_out_LND, query, key, value, out_LND, sums, starts_N, starts_N, longest, longest, 0.0, True, *random,
-        scale=scale,
-    )  # fmt: skip
+    query, key, value = _seen(qkv_LND, out_LND.shape[1], pieces)
+    d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
+        d_out_LND, query, key, value, out_LND, sums, *pieces.reach, 0.0, True, *random, scale=scale
+    )
+    if (context := pieces.context) is None:
+        return d_query, d_key, d_value
+    zeros = d_key.new_zeros(qkv_LND.shape[0], *d_key.shape[1:], dtype=torch.float32)
+    d_key, d_value = (zeros.index_add(0, context.where_K, each.float()) for each in (d_key, d_value))
+    return d_query, d_key, d_value
 
 
-def _apart(qkv_LND: Tensor, queries: int) -> tuple[Tensor, ...]:
+def _seen(qkv_LND: Tensor, queries: int, pieces: Pieces) -> tuple[Tensor, ...]:
+    """Queries, keys and values; a key as often as there are pieces that see it."""
     keys = (qkv_LND.shape[1] - queries) // 2
-    return qkv_LND.split([queries, keys, keys], 1)
+    if (context := pieces.context) is None:
+        return qkv_LND.split([queries, keys, keys], 1)
+    return qkv_LND[:, :queries], *qkv_LND[:, queries:].index_select(0, context.where_K).split([keys, keys], 1)
 
 
 def log_probs(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,7 +4,8 @@
         logprobs_T, entropy_T, values_T = forward(model, batch, temperature=1.0)
 
 A row is never cut, so one that is longer than the budget is a pass of its own. Positions begin at 0 in each row, which
-is how transformers' models tell rows apart in one flat sequence.
+is how transformers' models tell rows apart in one flat sequence. What rows of one prompt have in common may be
+computed once for all of them (``pieces.py``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from staleflow.servers.payloads import pack
 from staleflow.training.attention import attends_by_rows, by_rows
 from staleflow.training.logprobs import log_probs
 from staleflow.training.packed import Segments
+from staleflow.training.pieces import Layout, Pieces, Sizes, cuts
 from staleflow.types import Row
 
 if TYPE_CHECKING:
@@ -57,10 +59,7 @@ class MicroBatch(NamedTuple):
     """Log-probabilities that the engine drew them with."""
     segments: Segments
     rewards_N: Tensor
-    lengths: list[int]
-    """Tokens of each row, prompt included."""
-    starts_N: Tensor
-    """Where each row begins in L, and the end of the last, in 32 bits."""
+    pieces: Pieces
     known: Known
 
 
@@ -72,40 +71,26 @@ def moved(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 
 def micro_batches(
-    rows: Sequence[Row], most_tokens: int, device: torch.device | None = None, known: Known | None = None
+    rows: Sequence[Row],
+    most_tokens: int,
+    device: torch.device | None = None,
+    known: Known | None = None,
+    *,
+    share: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Passes of about equal sizes rather than full ones and a rest: a small pass costs a GPU as much as a large one."""
-    known = known or Known()
-    sizes = [row.prompt.size + row.tokens.size for row in rows]
+    """Passes of about equal sizes rather than full ones and a rest: a small pass costs a GPU as much as a large one.
+
+    ``share``: compute once what rows of one prompt have in common, where that is worth it.
+    """
+    known, sizes = known or Known(), Sizes.of(rows, share)
     begin, before = 0, 0
     for end in cuts(sizes, most_tokens):
         after = before + sum(row.made for row in rows[begin:end])
-        yield _batch(rows[begin:end], known.at(slice(before, after)), device)
+        yield _batch(rows[begin:end], Layout.of(sizes.part(begin, end)), known.at(slice(before, after)), device)
         begin, before = end, after
 
 
-def cuts(sizes: Sequence[int], most: int) -> Iterator[int]:
-    """Where to cut rows, in their order, into as few passes of at most ``most`` tokens as possible."""
-    passes = len([*_filled(sizes, most)])
-    low, high = 1, most
-    while low < high:  # the least that each could hold
-        middle = (low + high) // 2
-        low, high = (low, middle) if len([*_filled(sizes, middle)]) <= passes else (middle + 1, high)
-    yield from _filled(sizes, low)
-
-
-def _filled(sizes: Sequence[int], most: int) -> Iterator[int]:
-    held = 0
-    for at, size in enumerate(sizes):
-        if held and held + size > most:
-            yield at
-            held = 0
-        held += size
-    if held:
-        yield len(sizes)
-
-
-def _batch(rows: Sequence[Row], known: Known, device: torch.device | None) -> MicroBatch:
+def _batch(rows: Sequence[Row], layout: Layout, known: Known, device: torch.device | None) -> MicroBatch:
     packed = pack(rows)
     sizes = np.diff(packed.starts)
     positions = np.arange(packed.tokens.size) - np.repeat(packed.starts[:-1], sizes)
@@ -114,20 +99,20 @@ def _batch(rows: Sequence[Row], known: Known, device: torch.device | None) -> Mi
     if any(version < 0 for row in rows for version, _ in row.spans):
         generated = generated[np.concatenate([row.made_at for row in rows])]
         lengths = np.array([row.made for row in rows])
+    places = np.cumsum(layout.kept) - 1  # in the pass, of tokens that are in it
 
     def tensor(values: Any) -> Tensor:
         return moved(torch.from_numpy(np.ascontiguousarray(values)), device)
 
     return MicroBatch(
-        tensor(packed.tokens.astype(np.int64)),
-        tensor(positions),
-        tensor(generated - 1),
+        tensor(packed.tokens[layout.kept].astype(np.int64)),
+        tensor(positions[layout.kept]),
+        tensor(places[generated - 1]),
         tensor(packed.tokens[generated].astype(np.int64)),
         tensor(packed.logprobs[generated]),
         Segments(tensor(lengths.astype(np.int64)), generated.size, *_shares(lengths, known, tensor)),
         tensor(packed.rewards),
-        sizes.tolist(),
-        tensor(packed.starts.astype(np.int32)),
+        layout.pieces(tensor),
         known.to(device),
     )
 
@@ -174,7 +159,7 @@ def forward(
         found = log_probs(hidden_TH, *head, batch.targets_T, temperature, entropic, decoder.kernels)
         return Outputs(*found, None if value_head is None else value_head(hidden_TH))
     device, output = batch.tokens_L.device, model.get_output_embeddings()
-    rows = by_rows(batch.lengths, batch.starts_N) if attends_by_rows(model) else {}
+    rows = by_rows(batch.pieces) if attends_by_rows(model) else {}
     with torch.autocast(device.type, torch.bfloat16, enabled=half):
         hidden_LH = model.get_decoder()(
             input_ids=batch.tokens_L[None], position_ids=batch.positions_L[None], use_cache=False, **rows

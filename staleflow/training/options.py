@@ -151,6 +151,9 @@ class Training(Section):
     """``auto``: matrix products in bfloat16 on a GPU."""
     micro_tokens: Count = 1024
     """Tokens of one forward pass, about. The default is best on one CPU core; on a GPU, as many as fit."""
+    share_prompts: bool = True
+    """Compute the prompt of a group once for all its responses of a pass, where it is long enough to gain by that. The
+    gradients are the same up to rounding."""
     device: Device = "cpu"
     """``cpu``, ``cuda`` or ``cuda:N``."""
     ranks: Annotated[int, Range(1, 1024)] = 1

@@ -1,6 +1,6 @@
 """Small passes as CUDA graphs: two launches instead of some thousand, which would take longer than the work itself.
 
-    recording = recordings.find(batch)            # None: the pass is too large to gain from a recording
+    recording = recordings.find(batch)            # None: the pass is too large for one, or its rows share a prompt
     hidden_TH = recording.forward(batch)
     recording.backward(d_hidden_TH)
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from staleflow.training.decoder import Decoder, Places
 from staleflow.training.micro_batches import MicroBatch, moved
+from staleflow.training.pieces import Pieces
 
 FEWEST, MOST = 512, 4096
 """Tokens of a recording. Above, the GPU's work takes longer than the launches."""
@@ -36,11 +37,12 @@ class Recordings:
 
     def find(self, batch: MicroBatch) -> Recording | None:
         """A recording that the batch fits in, made now if needed; None if none can be made."""
+        pieces = batch.pieces
         tokens = power_of_two(batch.tokens_L.numel(), FEWEST)
-        longest = power_of_two(max(batch.lengths), SHORTEST)
-        if tokens > MOST or tokens * self._decoder.kept_bytes > KEPT:
+        longest = power_of_two(pieces.longest, SHORTEST)
+        if pieces.context is not None or tokens > MOST or tokens * self._decoder.kept_bytes > KEPT:
             return None
-        if starts(batch.lengths, tokens, longest) is None:
+        if starts(pieces.lengths, tokens, longest) is None:
             return None
         if (tokens, longest) not in self._made:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -55,7 +57,8 @@ class Recording:
         def zeros() -> Tensor:
             return torch.zeros(tokens, dtype=torch.int64, device=device)
 
-        self._places = Places(zeros(), zeros(), zeros(), _starts([], tokens, longest, device), longest)
+        rows = Pieces([], _starts([], tokens, longest, device), longest)
+        self._places = Places(zeros(), zeros(), zeros(), rows)
         self._d_hidden = torch.zeros(tokens, decoder.embedding.value.shape[1], dtype=decoder.kind, device=device)
         for _ in range(2):  # the first passes compile and allocate; without a gradient they add 0
             decoder.backward(self._places, decoder.forward(self._places, keep=True)[1], self._d_hidden)
@@ -73,8 +76,8 @@ class Recording:
         places.positions_L[:tokens].copy_(batch.positions_L)
         places.predicting_T[:generated].copy_(batch.predicting_T)
         places.predicting_T[generated:].fill_(places.tokens_L.numel() - 1)  # the last token predicts none
-        size, device = places.tokens_L.numel(), places.tokens_L.device
-        places.starts_N.copy_(_starts(batch.lengths, size, places.longest, device))
+        size, device, own = places.tokens_L.numel(), places.tokens_L.device, places.pieces
+        own.starts_N.copy_(_starts(batch.pieces.lengths, size, own.longest, device))
         self._forward.replay()
         return self._hidden[:generated]
 

@@ -25,9 +25,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from staleflow.training.adapters import ADAPTER, BASE, adapted, adapters_off
-from staleflow.training.micro_batches import Known, MicroBatch, Outputs, cuts, forward, micro_batches
+from staleflow.training.micro_batches import Known, MicroBatch, Outputs, forward, micro_batches
 from staleflow.training.options import TrainerOptions
 from staleflow.training.packed import LossSum, Metrics
+from staleflow.training.pieces import Sizes, cuts
 from staleflow.training.ranks import Ranks, shares
 from staleflow.training.report import StepReport
 from staleflow.training.trainer import Trainer, ValueHead, _Open  # pyright: ignore[reportPrivateUsage]
@@ -96,9 +97,9 @@ class ShardedTrainer(Trainer):
     def _batches(self, rows: Sequence[Row], known: Known) -> tuple[Tensor, Iterator[MicroBatch | None]]:
         """Which of the rows' generated tokens are this rank's, and its passes; None: an empty one."""
         most = self.options.micro_tokens
-        sizes = [row.prompt.size + row.tokens.size for row in rows]
-        given = shares(sizes, self.ranks.size)
-        passes = max(len([*cuts([sizes[at] for at in share], most)]) for share in given)
+        given = shares([row.prompt.size + row.tokens.size for row in rows], self.ranks.size)
+        every = [Sizes.of([rows[at] for at in share], self._sharing) for share in given]
+        passes = max(len([*cuts(sizes, most)]) for sizes in every)
         mine = given[self.ranks.rank]
         mine_N = torch.zeros(len(rows), dtype=torch.bool)
         mine_N[mine] = True
@@ -106,8 +107,9 @@ class ShardedTrainer(Trainer):
 
         def batches() -> Iterator[MicroBatch | None]:
             made = 0
+            its = [rows[at] for at in mine]
             for made, batch in enumerate(  # noqa: B007 - counted
-                micro_batches([rows[at] for at in mine], most, self.device, known.at(mine_T)), 1
+                micro_batches(its, most, self.device, known.at(mine_T), share=self._sharing), 1
             ):
                 yield batch
             yield from [None] * (passes - made)

@@ -21,8 +21,9 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from staleflow.errors import RunError
 from staleflow.training.adapters import adapters_off, merged_weights, prepare
-from staleflow.training.attention import attend_by_rows
+from staleflow.training.attention import attend_by_rows, attends_by_rows, flash_shares
 from staleflow.training.clock import clock_of
 from staleflow.training.correction import Correction, difference
 from staleflow.training.decoder import by_hand
@@ -38,6 +39,7 @@ from staleflow.training.losses import entropy_bonus, kl_loss, policy_loss, value
 from staleflow.training.micro_batches import Known, MicroBatch, Outputs, forward, micro_batches
 from staleflow.training.options import CORRECTIONS, TrainerOptions
 from staleflow.training.packed import LossSum, Metrics, scale_gradients
+from staleflow.training.pieces import Sizes
 from staleflow.training.report import StepReport, metric_values
 from staleflow.training.work import (
     GroupRows,
@@ -51,6 +53,8 @@ from staleflow.training.work import (
 )
 from staleflow.types import GIVEN, Row, oldest
 
+LAUNCHES = 8192
+"""Tokens below which a pass that is not recorded is bound by launches (``recorded.py``)."""
 __all__ = ["GroupRows", "StalenessError", "StepReport", "Trainer", "TrainerOptions"]
 
 
@@ -137,6 +141,13 @@ class Trainer:
         """Whether matrix products are in bfloat16."""
         return self.options.autocast == "auto" and self.device.type == "cuda"
 
+    @cached_property
+    def _sharing(self) -> bool:
+        """Whether rows may share their prompts."""
+        if not self.options.share_prompts or not attends_by_rows(self.model):
+            return False
+        return not self._half or flash_shares(self.device)
+
     def feed(self, step: int, groups: Sequence[GroupRows]) -> None:
         """Accumulate these groups, all of whose members are there; ``advance`` says when."""
         if step != self.version:
@@ -173,7 +184,8 @@ class Trainer:
         A GPU computes beside this process, so groups that come one by one gather meanwhile: a pass of few tokens would
         take as long as one of many.
         """
-        tokens = sum(row.prompt.size + row.tokens.size for group in self._open.waiting for row in group)
+        rows = [row for group in self._open.waiting for row in group]
+        tokens = Sizes.of(rows, self._shares(rows)).total
         if tokens and (tokens >= self.options.micro_tokens or not self._clock.busy):
             self.flush()
 
@@ -252,7 +264,7 @@ class Trainer:
     @torch.no_grad()
     def _measured(self, rows: list[Row]) -> Known:
         """The policy and the values that the step begins with."""
-        found = [self._forward(batch) for batch in micro_batches(rows, self.options.micro_tokens, self.device)]
+        found = [self._forward(batch) for batch in self._passes(rows, Known())]
         values = [each.values_T for each in found if each.values_T is not None]
         return Known(
             proximal_T=torch.cat([each.logprobs_T for each in found]).cpu(),
@@ -265,12 +277,21 @@ class Trainer:
         """Add to the gradients those of the sum of this work's losses."""
         total = LossSum.zero(self._aggregation, self.device)
         with self._clock:
-            for batch in micro_batches(work.rows, self.options.micro_tokens, self.device, work.known):
+            for batch in self._passes(work.rows, work.known):
                 loss = self._loss(batch)
                 loss.total.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
                 self.on_pass()
         return total
+
+    def _passes(self, rows: Sequence[Row], known: Known) -> Iterator[MicroBatch]:
+        return micro_batches(rows, self.options.micro_tokens, self.device, known, share=self._shares(rows))
+
+    def _shares(self, rows: Sequence[Row]) -> bool:
+        """Whether these rows share their prompts. Passes that would be recorded, or would be nearly, do not."""
+        if not self._sharing or self._decoder is None or self._decoder.recordings is None:
+            return self._sharing
+        return Sizes.of(rows).total > LAUNCHES
 
     def _loss(self, batch: MicroBatch) -> LossSum:
         options, segments = self.options, batch.segments

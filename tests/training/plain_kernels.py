@@ -1,10 +1,13 @@
 """The kernels of the trainer in plain torch: what those for a GPU must compute, in any precision and on any device."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
+
+from staleflow.training.pieces import Pieces
 
 PROGRAMS = 3
 
@@ -56,22 +59,28 @@ def swiglu_backward(both: Tensor, d_out: Tensor) -> None:
     d_out.copy_(out.detach())
 
 
-def attend(qkv: Tensor, queries: int, starts: Tensor, longest: int, scale: float) -> tuple[Tensor, Any]:
+def attend(qkv: Tensor, queries: int, pieces: Pieces, scale: float) -> tuple[Tensor, Any]:
+    """By a mask over all pairs of keys and queries, from what a kernel is given."""
     keys = (qkv.shape[1] - queries) // 2
-    lengths = starts.diff().tolist()
-    assert max(lengths) == longest
-    found: list[Tensor] = []
-    for row in qkv.transpose(0, 1).split(lengths, 1):
-        q, k, v = row.split([queries, keys, keys])
-        found.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True))
-    return torch.cat(found, 1).transpose(0, 1).contiguous(), None
+    query, key, value = qkv.transpose(0, 1).split([queries, keys, keys])
+    context, (starts_Q, starts_K, most_Q, most_K) = pieces.context, pieces.reach
+    if context is not None:
+        key, value = key[:, context.where_K], value[:, context.where_K]
+    assert starts_Q.diff().tolist() == pieces.lengths
+    assert (int(starts_Q.diff().max()), int(starts_K.diff().max())) == (most_Q, most_K)
+    sees = torch.zeros(query.shape[1], key.shape[1], dtype=torch.bool, device=qkv.device)
+    for of_queries, of_keys in zip(pairwise(starts_Q.tolist()), pairwise(starts_K.tolist()), strict=True):
+        part = sees[slice(*of_queries), slice(*of_keys)]
+        part |= torch.ones_like(part).tril(part.shape[1] - part.shape[0])
+    found = scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=scale, enable_gqa=True)
+    return found.transpose(0, 1).contiguous(), None
 
 
-def attend_backward(d_out: Tensor, qkv: Tensor, out: Tensor, _: Any, starts: Tensor, longest: int, scale: float) -> Any:
+def attend_backward(d_out: Tensor, qkv: Tensor, out: Tensor, _: Any, pieces: Pieces, scale: float) -> Any:
     queries = out.shape[1]
     with torch.enable_grad():
         leaf = qkv.clone().requires_grad_()
-        again, _ = attend(leaf, queries, starts, longest, scale)
+        again, _ = attend(leaf, queries, pieces, scale)
         (found,) = torch.autograd.grad(again, leaf, d_out)
     keys = (qkv.shape[1] - queries) // 2
     return found.split([queries, keys, keys], 1)

@@ -24,6 +24,13 @@ def test_whole_steps_and_passes_are_measured(monkeypatch: pytest.MonkeyPatch, tm
     assert found["passes"][0]["pass_ms"] > 0
 
 
+def test_rows_with_and_without_shared_prompts_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run(monkeypatch, "shared_prompts.py", "--json", str(tmp_path / "out.json"))
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert row["computed"] < 0.5
+    assert row["gain"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_are_measured() -> None:

@@ -16,7 +16,8 @@ from staleflow.training import decoder
 from staleflow.training.attention import attend_by_rows
 from staleflow.training.decoder import Decoder, fits
 from staleflow.training.logprobs import log_probs
-from staleflow.training.micro_batches import MicroBatch, Outputs, cuts, forward, micro_batches
+from staleflow.training.micro_batches import MicroBatch, Outputs, forward, micro_batches
+from staleflow.training.pieces import Context, Pieces, Sizes, cuts
 from staleflow.training.recorded import starts
 from staleflow.training.trainer import Trainer, TrainerOptions
 from tests.training import plain_kernels
@@ -55,9 +56,9 @@ def batch_of(lengths: list[tuple[int, int]], seed: int = 0) -> MicroBatch:
     return next(micro_batches([row(*each) for each in lengths], 10**9))
 
 
-def objective(found: Outputs) -> torch.Tensor:
-    """Something in which every output has a gradient of its own."""
-    at = torch.arange(1, found.logprobs_T.numel() + 1).to(found.logprobs_T)
+def objective(found: Outputs, before: int = 0) -> torch.Tensor:
+    """Something in which every output has a gradient of its own. ``before``: outputs of earlier passes."""
+    at = torch.arange(before + 1, before + found.logprobs_T.numel() + 1).to(found.logprobs_T)
     return (found.logprobs_T * at.sin()).sum() + (found.entropy_T * at.cos()).sum()
 
 
@@ -160,7 +161,7 @@ def test_what_is_not_plain_is_left_to_transformers() -> None:
 @quick(100)
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=30), most=st.integers(1, 80))
 def test_passes_are_as_few_as_can_be_and_none_is_larger_than_need_be(sizes: list[int], most: int) -> None:
-    ends = list(cuts(sizes, most))
+    ends = list(cuts(Sizes(sizes, [0] * len(sizes)), most))
     begins = [0, *ends[:-1]]
     held = [sum(sizes[begin:end]) for begin, end in zip(begins, ends, strict=True)]
     assert sum(held) == sum(sizes)
@@ -266,5 +267,10 @@ def test_a_recorded_pass_has_the_gradients_of_one_that_is_not(family: str) -> No
 
 
 def micro_batch_on_gpu(batch: MicroBatch) -> MicroBatch:
-    moved = {name: each.cuda() for name, each in batch._asdict().items() if isinstance(each, torch.Tensor)}
-    return batch._replace(**moved)
+    def there(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.cuda()
+        whole = isinstance(value, (MicroBatch, Pieces, Context))
+        return value._replace(**{name: there(each) for name, each in value._asdict().items()}) if whole else value
+
+    return there(batch)

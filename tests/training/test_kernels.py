@@ -13,6 +13,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from staleflow.training import kernels
+from staleflow.training.pieces import Layout, Sizes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KIND = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -90,17 +91,24 @@ def test_log_probabilities(temperature: float, entropic: bool) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-def test_attention_and_sums_of_products() -> None:
+@pytest.mark.parametrize("sizes", [([3, 1, 33], [0, 0, 0]), ([20, 19, 13, 6], [0, 11, 11, 0])], ids=["whole", "shared"])
+def test_attention(sizes: tuple[list[int], list[int]]) -> None:
     torch.manual_seed(0)
-    starts = torch.tensor([0, 3, 4, 37], dtype=torch.int32, device=DEVICE)
-    qkv, scale = random(ROWS, 8, 64), 0.125
-    out, kept = kernels.attend(qkv, 4, starts, 33, scale)
-    expected, _ = plain.attend(qkv, 4, starts, 33, scale)
+    layout, scale = Layout.of(Sizes(*sizes)), 0.125
+    pieces = layout.pieces(lambda values: torch.from_numpy(values).to(DEVICE))
+    rows = sum(pieces.lengths)
+    qkv, d_out = random(rows, 8, 64), random(rows, 4, 64)
+    out, kept = kernels.attend(qkv, 4, pieces, scale)
+    expected, _ = plain.attend(qkv, 4, pieces, scale)
     near([out], [expected])
-    d_out = random(ROWS, 4, 64)
-    found = kernels.attend_backward(d_out, qkv, out, kept, starts, 33, scale)
-    for one, other in zip(found, plain.attend_backward(d_out, qkv, out, None, starts, 33, scale), strict=True):
+    found = kernels.attend_backward(d_out, qkv, out, kept, pieces, scale)
+    for one, other in zip(found, plain.attend_backward(d_out, qkv, out, None, pieces, scale), strict=True):
         assert (one - other).float().norm() < 2e-2 * other.float().norm()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_sums_of_products() -> None:
+    torch.manual_seed(0)
     left, right, gradient = random(ROWS, 16), random(ROWS, 24), random(16, 24, kind=torch.float32)
     again = gradient.clone()
     kernels.accumulate(gradient, left, right)

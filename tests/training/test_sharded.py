@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from staleflow.training.micro_batches import cuts
+from staleflow.training.pieces import Sizes, cuts
 from staleflow.training.ranks import shares
 from staleflow.training.trainer import Trainer, TrainerOptions
 from tests.training.rank_processes import RankProcesses, fed, half_gradients, held, model_of, state_bytes, updated
@@ -115,4 +115,5 @@ def test_rows_are_shared_out_by_tokens(costs: list[int], size: int) -> None:
     held = [sum(costs[at] for at in share) for share in found]
     assert max(held) - min(held) <= max(costs, default=0)
     assert all(share == sorted(share) for share in found)
-    assert all(len([*cuts([costs[at] for at in share], 10**6)]) <= 1 for share in found)
+    sizes = [Sizes([costs[at] for at in share], [0] * len(share)) for share in found]
+    assert all(len([*cuts(each, 10**6)]) <= 1 for each in sizes)
