@@ -37,11 +37,11 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
     "laptop": (128, 336, 3, 4, 4, 59),
     "tiny": (32, 64, 2, 4, 2, 100),
 }
-CASES = [
-    (shape, kind, micro)
+CASES: list[tuple[str, str, int, dict[str, Any]]] = [
+    (shape, kind, micro, {})
     for shape in ("0.5b", "1.5b")
     for kind, micro in (("equal", 8_192), ("equal", 16_384), ("skewed", 8_192), ("skewed", 16_384))
-]
+] + [("1.5b", kind, 16_384, {"offload_moments": True}) for kind in ("equal", "skewed")]
 KINDS = {
     "attention": ("flash", "fmha"),
     "products": ("gemm", "cutlass", "cublas", "nvjet", "xmma", "splitk"),
@@ -110,7 +110,7 @@ def one_step(trainer: Trainer, groups: list[GroupRows], device: str) -> float:
 def whole_steps(shape: str, kind: str, micro: int, device: str, rows: int, mean: int, **more: Any) -> dict[str, Any]:
     model = model_of(shape, device)
     parameters = sum(each.numel() for each in model.parameters())
-    trainer = Trainer(model, TrainerOptions(2, learning_rate=1e-6, micro_tokens=micro, **more))
+    trainer = Trainer(model, TrainerOptions(2, learning_rate=1e-6, micro_tokens=micro, device=device, **more))
     lengths = lengths_of(kind, rows, mean, 32 * mean // 3)
     tokens = sum(lengths) + rows * (mean // 3)
 
@@ -201,14 +201,14 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "device": name, "torch": torch.__version__}
-    cases = [("tiny", kind, 512) for kind in ("equal", "skewed")] if given.smoke else CASES
+    cases = [("tiny", kind, 512, {}) for kind in ("equal", "skewed")] if given.smoke else CASES
     found["passes"] = attempt(passes, *(("tiny", device, (1,), 3) if given.smoke else ("135m", device, (1, 8, 32), 8)))
     print(json.dumps(found), flush=True)
     found["steps"] = []
-    for shape, kind, micro in cases:
+    for shape, kind, micro, more in cases:
         if given.smoke or shape in given.shapes.split(","):
             size = (16, 24) if given.smoke else (128, 768)
-            found["steps"].append(attempt(whole_steps, shape, kind, micro, device, *size))
+            found["steps"].append(attempt(whole_steps, shape, kind, micro, device, *size, **more))
             print(json.dumps(found["steps"][-1]), flush=True)
             if given.json:
                 given.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -9,6 +9,8 @@ A user who comes from there types them from memory. The value ends the sentence 
 import re
 
 GROUPS = "write groups (prompts of a step); a step trains groups x group_size responses"
+RANKS = "write training.ranks, the processes that share the model (FSDP2)"
+OFFLOADED = "write training.offload_moments"
 ACCUMULATION = "a step is always cut into micro-batches and their gradients added: write training.micro_tokens"
 DEVICES = "write groups for the size of a step, training.ranks for the processes that share the trainer's model"
 MIXED = "on a GPU the trainer computes in bfloat16 anyway: write rollout.dtype for the engine"
@@ -110,8 +112,10 @@ ELSEWHERE = {
     "default_local_dir": "write runs, the folder of run directories",
     "resume_from_checkpoint": "continue a run with staleflow train --resume RUN",
     "resume_mode": "continue a run with staleflow train --resume RUN",
-    "deepspeed": "one trainer uses one device: leave it out",
-    "fsdp": "one trainer uses one device: leave it out",
+    "deepspeed": RANKS,
+    "fsdp": RANKS,
+    "optimizer_offload": OFFLOADED,
+    "offload_optimizer": OFFLOADED,
     "nnodes": "nodes are those of the Ray cluster: write runtime=ray and ray.address, or leave it out",
     "n_gpus_per_node": "GPUs are those of the Ray cluster: write runtime=ray and ray.address, or leave it out",
     # Rollout

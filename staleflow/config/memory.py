@@ -230,12 +230,13 @@ def _trainer(config: Config, sizes: Sizes) -> list[MemoryUse]:
     reference = 4 * every if training.kl_coefficient and not training.lora_rank else 0
     weights = 4 * (every + (trained if training.lora_rank else 0))
     parts: list[MemoryUse] = []
+    if training.offload_moments:
+        parts.append(MemoryUse("trainer", "optimiser", 8 * trained))
     for device in devices:
         share = len(devices)
         parts += [
             MemoryUse("trainer", "weights", ceil(weights / share), device),
             MemoryUse("trainer", "gradients", ceil(4 * trained / share), device),
-            MemoryUse("trainer", "optimiser", ceil(8 * trained / share), device),
             MemoryUse(
                 "trainer",
                 f"activations, about, of {training.micro_tokens:,} tokens",
@@ -244,6 +245,8 @@ def _trainer(config: Config, sizes: Sizes) -> list[MemoryUse]:
                 ranks // share,
             ),
         ]
+        if not training.offload_moments:
+            parts.append(MemoryUse("trainer", "optimiser", ceil(8 * trained / share), device))
         if device != "cpu":
             half = 2 * (every if ranks == 1 else every // max(1, sizes.layers))  # of ranks one block at a time
             parts.append(MemoryUse("trainer", "weights in bfloat16 and logits", half + LOGITS, device))

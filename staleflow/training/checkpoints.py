@@ -157,7 +157,7 @@ def load(trainer: Trainer, folder: str | Path) -> int:
         trainer.model.load_state_dict(weights, strict=False)
     if trainer.value_head is not None:
         trainer.value_head.load_state_dict(values)
-    trainer.forget_moments()
+    trainer.optimiser.forget()
     restore_optimiser(trainer, optimiser)
     trainer.version = version
     return version

@@ -147,6 +147,9 @@ class Training(Section):
     """Patterns of the names of parameters that are trained, such as ``model.layers.3.*``; none: all."""
     activation_checkpointing: bool = False
     """Recompute activations instead of keeping them."""
+    offload_moments: bool = False
+    """Keep the optimiser's moments in the host's memory and bring them to the GPU for the update: 8 bytes less for each
+    parameter, for as long as it takes to copy them."""
     autocast: Literal["auto", "off"] = "auto"
     """``auto``: matrix products in bfloat16 on a GPU."""
     micro_tokens: Count = 1024
@@ -187,6 +190,10 @@ class Training(Section):
             yield "lora_targets is empty: name a matrix such as q_proj, or leave training.lora_rank at 0"
         if embedded := [each for each in EMBEDDINGS if each in self.lora_targets]:
             yield f"lora_targets has {', '.join(embedded)}: adapt matrices inside the layers, such as q_proj"
+        if self.offload_moments and self.device == "cpu":
+            yield "offload_moments keeps moments off a GPU: give training.device=cuda, or leave it out"
+        if self.offload_moments and self.ranks > 1:
+            yield f"offload_moments with {self.ranks} ranks, which share them already: leave one of the two out"
         if self.value_learning_rate is not None and not self.has_values:
             yield "value_learning_rate is given without a value head: give training.advantage=gae, or leave it out"
         known = ADVANTAGES.entries.get(self.advantage)

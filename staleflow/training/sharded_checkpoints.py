@@ -75,7 +75,7 @@ def load(trainer: ShardedTrainer, folder: str | Path) -> int:
         _check_base(source, trainer, model)
     else:
         model.read(weights)
-    trainer.forget_moments()
+    trainer.optimiser.forget()
     into = {name: each for name, each in optimiser_state(trainer).items() if name in moments.shapes}
     moments.read(into)
     restore_optimiser(trainer, into)

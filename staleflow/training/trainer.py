@@ -37,6 +37,7 @@ from staleflow.training.correction import Correction, difference
 from staleflow.training.decoder import by_hand
 from staleflow.training.losses import entropy_bonus, kl_loss, policy_loss, value_loss
 from staleflow.training.micro_batches import Known, MicroBatch, Outputs, forward, micro_batches
+from staleflow.training.optimiser import AdamW, HostedAdamW
 from staleflow.training.options import CORRECTIONS, TrainerOptions
 from staleflow.training.packed import LossSum, Metrics, scale_gradients
 from staleflow.training.pieces import Sizes
@@ -118,12 +119,11 @@ class Trainer:
         if self.value_head is not None:
             rate = options.value_learning_rate or options.learning_rate
             parts.append({"params": list(self.value_head.parameters()), "peak": rate})
-        self.optimiser = torch.optim.AdamW(
+        kind = HostedAdamW if options.offload_moments else AdamW
+        self.optimiser = kind(
             parts, lr=options.learning_rate, betas=options.betas, weight_decay=options.weight_decay, fused=True
         )
-        self.parameters: list[Tensor] = [each for part in parts for each in part["params"]]
-        """All that are trained, the value head's last."""
-        self.forget_moments()
+        self.optimiser.forget()
         self._policy_loss, self._aggregation = policy_loss(options)
         knobs = {"importance_cap": options.importance_cap, "sequence_band": options.sequence_band}
         self._correct = CORRECTIONS.bound(options.correction, knobs, options.correction_arguments)
@@ -147,6 +147,11 @@ class Trainer:
         if not self.options.share_prompts or not attends_by_rows(self.model):
             return False
         return not self._half or flash_shares(self.device)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All that are trained, the value head's last."""
+        return self.optimiser.parameters
 
     def feed(self, step: int, groups: Sequence[GroupRows]) -> None:
         """Accumulate these groups, all of whose members are there; ``advance`` says when."""
@@ -225,18 +230,6 @@ class Trainer:
     def _changed(self) -> None:
         if self._decoder is not None:
             self._decoder.forget()
-
-    def forget_moments(self) -> None:
-        """The optimiser before its first update, with the zeros that AdamW would make then.
-
-        So its state has the same tensors at every version.
-        """
-        for each in self.parameters:
-            self.optimiser.state[each] = {
-                "step": torch.zeros((), dtype=torch.float32, device=each.device),
-                "exp_avg": torch.zeros_like(each, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(each, memory_format=torch.preserve_format),
-            }
 
     def weights(self) -> dict[str, Tensor]:
         """The model under its Hugging Face names, adapters merged in: what engines are given.

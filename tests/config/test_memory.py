@@ -7,7 +7,7 @@ import pytest
 from staleflow.config import Config, Machine, estimate, load, settled, this_machine
 from staleflow.config.machine import _groups, _visible, cache_folder  # pyright: ignore[reportPrivateUsage]
 from staleflow.config.memory import Estimate
-from staleflow.config.sizes import sizes_of
+from staleflow.config.sizes import read_sizes, sizes_of
 from staleflow.rollout.shapes import SHAPES, write
 from staleflow.servers.payloads import Limits
 from staleflow.training.options import Training
@@ -86,6 +86,16 @@ def test_a_trainer_on_a_gpu_needs_what_was_measured(
     plan = estimate(Config(model=str(tmp_path), training=training), MACHINE)
     parts = [part for part in plan.parts if part.role == "trainer" and not part.what.startswith(("process", "CUDA"))]
     assert sum(part.total for part in parts) / 2**30 == pytest.approx(measured, rel=0.07)
+
+
+def test_moments_that_are_kept_off_a_gpu_are_8_bytes_of_each_parameter(tmp_path: Path) -> None:
+    write("qwen-0.5b", tmp_path)
+    plans = [
+        estimate(Config(model=str(tmp_path), training=Training(device="cuda", offload_moments=off)), MACHINE)
+        for off in (False, True)
+    ]
+    there, here = (plans[0].needed(device) - plans[1].needed(device) for device in ("cuda:0", "cpu"))
+    assert there == -here == 8 * read_sizes("qwen-0.5b", SHAPES["qwen-0.5b"]).parameters
 
 
 def test_ranks_share_the_state_of_the_trainer_and_need_a_gpu_each(tmp_path: Path) -> None:
