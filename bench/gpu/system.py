@@ -3,6 +3,7 @@
     python bench/gpu/system.py --output system.json --runs RUNS        # at most 8 minutes; run again to resume
     python bench/gpu/system.py --workload smollm ...                   # SmolLM2-135M as the preset one-gpu has it
     python bench/gpu/system.py --engine vllm --cells 0-batch 2-stream ...
+    python bench/gpu/system.py --set training.share_prompts=false ...  # the same with other settings
     python bench/gpu/system.py --trace traces ...                      # where an instance's time goes (traced.py)
     python bench/gpu/system.py --smoke                                 # a tiny model on the CPU
 
@@ -101,6 +102,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--instances", type=int, default=1)
     parser.add_argument("--cells", nargs="+", help="some of the cells, such as 0-batch 2-stream, in this order")
     parser.add_argument("--limit", type=float, default=420, help="seconds after which no run is started")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the runs besides")
     parser.add_argument("--steps", type=int, help="of each run, instead of the usual number")
     parser.add_argument("--trace", type=Path, help="folder for traces of the built-in engine (traced.py)")
     parser.add_argument("--smoke", action="store_true", help="a short run of a tiny model on the CPU")
@@ -111,10 +113,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     kind += "" if given.engine == "builtin" else f" on {given.engine}"
     words = small(given.runs) if given.smoke else settings(given.workload, given.shape, given.runs, given.engine)
     wanted = [(int(bound), how) for bound, how in (cell.split("-") for cell in given.cells)] if given.cells else CELLS
+    kind += "".join(f", {setting}" for setting in given.set)
+    words += given.set
     for bound, consume in CELLS[1:2] if given.smoke else wanted:
         steps = 5 if given.smoke else given.steps or STEPS[given.workload][bound]
         name = f"{kind}, {given.instances} x rollout, bound {bound}, {consume}"
-        folder = given.runs / f"{kind}-{given.instances}".replace(" ", "-")
+        folder = given.runs / f"{kind}-{given.instances}".replace(", ", "-").replace(" ", "-")
         own = traced(words, given.trace / name.replace(", ", "-").replace(" ", "_")) if given.trace else words
         results.measure(
             name,

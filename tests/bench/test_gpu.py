@@ -59,9 +59,11 @@ def test_engines_side_by_side_and_one_that_fails_to_start(tmp_path: Path) -> Non
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_whole_run_with_imposed_lengths(tmp_path: Path) -> None:
-    found = system.main(["--smoke", "--runs", str(tmp_path), "--output", str(tmp_path / "system.json")])
-    assert found["smoke, 1 x rollout, bound 2, stream"]["tokens_per_s"] > 0
-    (run,) = tmp_path.glob("smoke-1/*")
+    changed = ["--set", "training.share_prompts=false"]
+    found = system.main(["--smoke", *changed, "--runs", str(tmp_path), "--output", str(tmp_path / "system.json")])
+    assert found["smoke, training.share_prompts=false, 1 x rollout, bound 2, stream"]["tokens_per_s"] > 0
+    (run,) = tmp_path.glob("smoke-training.share_prompts=false-1/*")
+    assert "share_prompts: false" in (run / "config.yaml").read_text()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     names = [f"p{prompt}/{member}" for row in rows for prompt in row["prompts"] for member in range(2)]
     assert [n for row in rows for n in row["lengths"]] == [skewed.length(name, 8, 32) for name in names]

@@ -23,7 +23,7 @@ class TimeSpent:
         self.before_s = 0.0
         """Seconds of training in earlier attempts."""
         self._run = run
-        self._cpu_began = self._counted_at = 0.0
+        self._cpu_began = self._shown_began = self._counted_at = 0.0
         self._cpu_before: dict[str, float] = {}
         """By process, CPU seconds when training began."""
 
@@ -34,13 +34,15 @@ class TimeSpent:
 
     @property
     def control_s(self) -> float:
-        """CPU seconds of this process for the run; what people look at does not count."""
-        return time.process_time() - self._cpu_began - self._run.watching.shown_s
+        """CPU seconds of this process for the run since training began; what people look at does not count."""
+        if not self.began:
+            return 0.0
+        return time.process_time() - self._cpu_began - (self._run.watching.shown_s - self._shown_began)
 
     @property
     def control_share(self) -> float:
         """Of one core, in this attempt of the run."""
-        return self.control_s / max(1e-9, time.monotonic() - self.began) if self.began else 0.0
+        return self.control_s / max(1e-9, time.monotonic() - self.began)
 
     @property
     def instance_busy_s(self) -> float:
@@ -50,7 +52,7 @@ class TimeSpent:
     def begin(self) -> None:
         self.began = self._counted_at = time.monotonic()
         self._run.journal.stamp_from(self.before_s)
-        self._cpu_began = time.process_time()
+        self._cpu_began, self._shown_began = time.process_time(), self._run.watching.shown_s
         self._cpu_before = {name: child.cpu_s for name, child in self._run.crew.children.items()}
 
     def count_instances(self) -> None:
