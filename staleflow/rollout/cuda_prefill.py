@@ -1,7 +1,7 @@
 """Steps with prefill on a GPU: spans of any lengths in one pass, as one CUDA graph where launches would take longest.
 
 The tokens of a step lie one behind the other, one of each sequence that decodes among them, and a kernel attends over
-the pages of all. Graphs are recorded for a few numbers of tokens, up to ``GRAPHED``: small ones at the start, larger
+the pages of all. Graphs are recorded for a few numbers of tokens, up to ``tiles.GRAPHED``: small ones at the start, larger
 ones when they are first needed. Those save little time on a GPU of one's own; but where others use it, too, a process
 loses its turn whenever it has nothing queued. ::
 
@@ -20,12 +20,7 @@ from staleflow.rollout.attention import PagedAttention
 from staleflow.rollout.cuda import Flight, Floats, Recorded, Staging, captured, layers, logits_of
 from staleflow.rollout.model import Model
 from staleflow.rollout.rows import Ints
-from staleflow.rollout.tiles import Spans, tiled
-
-LEAST, PREPARED, GRAPHED = 64, 2048, 9216
-"""Tokens of the smallest graph, of the largest that is recorded at the start, and of the largest."""
-COARSE, ROUND = 1024, 64
-"""Steps of more tokens than are prepared, and of more than have a graph, are filled up to a multiple of these."""
+from staleflow.rollout.tiles import GRAPHED, Spans, prepared_for, tiled, tiles_for, tokens_for
 
 
 class PrefillSteps:
@@ -40,7 +35,7 @@ class PrefillSteps:
         self._tile = kernels.tile_tokens(heads, kv_heads, model.dtype)
         self._recorded: dict[int, Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        most = tokens_for(most_tokens)
+        self._most = most = tokens_for(most_tokens)
         room = 3 * most + 4 * self._tiles_for(most) + most_rows * most_pages + most_rows
         self._ints = torch.zeros(room, dtype=torch.int32, device=attention.device)
         self._floats = torch.zeros(2 * most_rows, dtype=torch.float64, device=attention.device)
@@ -49,12 +44,10 @@ class PrefillSteps:
 
     def prepare(self) -> None:
         """Record the graphs of small steps. Only the null page is written."""
-        size = LEAST
-        while size <= min(PREPARED, len(self._ints)):
+        for size in prepared_for(self._most):
             self._ints.zero_()
             self._ints[2 * size : 3 * size] = self._attention.null_page * self._attention.page_size
             self._record(size)
-            size = tokens_for(size + 1)
 
     def launch(
         self,
@@ -101,8 +94,7 @@ class PrefillSteps:
         return end
 
     def _tiles_for(self, size: int) -> int:
-        """The most tiles of a step: each sequence has one that is not full."""
-        return -(-min(size, self._rows + size // self._tile) // 16) * 16
+        return tiles_for(size, self._rows, self._tile)
 
     def _record(self, size: int) -> Recorded:
         self._recorded[size] = captured(lambda: self._run(size), self._pool)
@@ -118,12 +110,3 @@ class PrefillSteps:
             return kernels.attend_spans(query, entries, tiles, pages, page, scale)
 
         return layers(self._model, self._attention, tokens, positions, slots, attend)
-
-
-def tokens_for(count: int) -> int:
-    """Tokens that a step of ``count`` is filled up to: of small ones a power of two, or one and a half."""
-    if count > PREPARED:
-        multiple = COARSE if count <= GRAPHED else ROUND
-        return -(-count // multiple) * multiple
-    size = max(LEAST, 1 << (count - 1).bit_length())
-    return size * 3 // 4 if size > LEAST and count <= size * 3 // 4 else size

@@ -12,6 +12,11 @@ import numpy as np
 
 from staleflow.rollout.rows import Ints
 
+LEAST, PREPARED, GRAPHED = 64, 2048, 9216
+"""Tokens of the smallest graph, of the largest that is recorded at the start, and of the largest."""
+COARSE, ROUND = 1024, 64
+"""Steps of more tokens than are prepared, and of more than have a graph, are filled up to a multiple of these."""
+
 
 class Spans(NamedTuple):
     starts: Ints
@@ -50,3 +55,22 @@ def tiled(spans: Spans, most_tokens: int) -> Ints:
     firsts = (np.cumsum(lengths) - lengths)[owner] + before
     order = np.argsort(-(starts + tokens), kind="stable")
     return np.stack((firsts, tokens, starts, spans.first_pages[owner]))[:, order]
+
+
+def tokens_for(count: int) -> int:
+    """Tokens that a step of ``count`` is filled up to: of small ones a power of two, or one and a half."""
+    if count > PREPARED:
+        multiple = COARSE if count <= GRAPHED else ROUND
+        return -(-count // multiple) * multiple
+    size = max(LEAST, 1 << (count - 1).bit_length())
+    return size * 3 // 4 if size > LEAST and count <= size * 3 // 4 else size
+
+
+def prepared_for(most: int) -> list[int]:
+    """The sizes of steps of at most ``most`` tokens whose graphs are recorded at the start."""
+    return sorted({tokens_for(count) for count in range(1, min(most, PREPARED) + 1)})
+
+
+def tiles_for(size: int, spans: int, most_tokens: int) -> int:
+    """The most tiles of a step of ``size`` tokens: each of its spans has one that is not full."""
+    return -(-min(size, spans + size // most_tokens) // 16) * 16
