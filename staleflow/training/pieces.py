@@ -8,12 +8,14 @@ Nothing that is computed for a prompt depends on what follows it, so outputs and
 
     sizes = Sizes.of(rows)                                # what each row adds to a pass
     for end in cuts(sizes, most_tokens): ...              # where to cut them into passes
+    for mine in shared_out(rows, ranks, pairs, True): ... # or, before that, which rows are whose
     layout = Layout.of(sizes.part(begin, end))            # of the rows of one
     pieces = layout.pieces(torch.from_numpy)              # what attention has to know
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -54,6 +56,17 @@ class Sizes(NamedTuple):
         """Tokens of all of them in one pass."""
         return sum(self.tokens) - sum(self.shared)
 
+    @property
+    def families(self) -> list[range]:
+        """Rows that share a prompt, and others alone."""
+        begins = [at for at, shared in enumerate(self.shared) if not shared]
+        return [range(*each) for each in pairwise([*begins, len(self.tokens)])]
+
+    def cost(self, pairs: float) -> float:
+        """Of computing all of them, in tokens; so many pairs of a query and a key that it sees cost as much as one."""
+        seen = sum(tokens**2 - shared**2 for tokens, shared in zip(*self, strict=True)) / 2
+        return self.total + seen / pairs
+
 
 def _alike(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
     """Where rows with the same prompt begin and end."""
@@ -80,6 +93,35 @@ def _filled(sizes: Sizes, most: int) -> Iterator[int]:
         held += size - shared if held else size
     if held:
         yield len(sizes.tokens)
+
+
+def shared_out(rows: Sequence[Row], ranks: int, pairs: float, share: bool) -> list[list[int]]:
+    """Which rows are computed by which rank, in their order, so that the one with most has little.
+
+    Rows that share a prompt stay together if that is better: there may be fewer prompts than ranks. ``pairs``: as in
+    ``Sizes.cost``."""
+    sizes, alone = Sizes.of(rows, share), Sizes.of(rows, share=False)
+
+    def given(families: list[range], costs: list[float]) -> list[list[int]]:
+        return [[row for at in mine for row in families[at]] for mine in shares(costs, ranks)]
+
+    def most(found: list[list[int]]) -> float:
+        return max(Sizes.of([rows[at] for at in mine], share).cost(pairs) for mine in found)
+
+    together = given(sizes.families, [sizes.part(each.start, each.stop).cost(pairs) for each in sizes.families])
+    apart = given(alone.families, [alone.part(at, at + 1).cost(pairs) for at in range(len(rows))])
+    return min(together, apart, key=most)
+
+
+def shares(costs: Sequence[float], size: int) -> list[list[int]]:
+    """Which of these go to which rank, in their order: the largest first, each to the rank with the least so far."""
+    held = [(0.0, rank) for rank in range(size)]
+    found: list[list[int]] = [[] for _ in range(size)]
+    for at in sorted(range(len(costs)), key=lambda at: -costs[at]):
+        cost, rank = heapq.heappop(held)
+        found[rank].append(at)
+        heapq.heappush(held, (cost + costs[at], rank))
+    return [sorted(each) for each in found]
 
 
 class Context(NamedTuple):

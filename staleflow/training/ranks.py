@@ -2,7 +2,6 @@
 
     ranks = meet(rank=0, size=2, at=run / "ranks", device="cpu")      # every rank calls it
     ranks.gather({"tokens": 17})                                      # what each gave, in the order of ranks
-    mine = shares([row.tokens.size for row in rows], ranks.size)[ranks.rank]
 
 All ranks call the same things in the same order; one that does not, or has died, ends the wait of the others after
 ``PATIENCE_S``. On CPUs they talk by gloo over loopback, GPUs by NCCL; nothing is unpickled.
@@ -10,10 +9,9 @@ All ranks call the same things in the same order; one that does not, or has died
 
 from __future__ import annotations
 
-import heapq
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,14 +102,3 @@ def meet(rank: int, size: int, at: Path, device: str) -> Ranks:
         timeout=timedelta(seconds=PATIENCE_S),
     )
     return Ranks(rank, size, where, init_device_mesh(where.type, (size,)), dist.group.WORLD)
-
-
-def shares(costs: Sequence[int], size: int) -> list[list[int]]:
-    """Which of these go to which rank, in their order: the largest first, each to the rank with the least so far."""
-    held = [(0, rank) for rank in range(size)]
-    found: list[list[int]] = [[] for _ in range(size)]
-    for at in sorted(range(len(costs)), key=lambda at: -costs[at]):
-        cost, rank = heapq.heappop(held)
-        found[rank].append(at)
-        heapq.heappush(held, (cost + costs[at], rank))
-    return [sorted(each) for each in found]

@@ -5,9 +5,9 @@
     trainer.finish(step=0)
 
 Every rank is given all groups and decides alike about advantages, signals and mini-batches. Rows are then shared out by
-tokens, each rank computes its own, and every rank makes as many passes as the one that needs most: where nothing is
-left it makes an empty one, whose gradient is 0, because a pass gathers the weights of a block from all ranks and gives
-the gradients back to all. Losses are sums, so the update is that of one process, up to rounding.
+what they cost, each rank computes its own, and every rank makes as many passes as the one that needs most: where
+nothing is left it makes an empty one, whose gradient is 0, because a pass gathers the weights of a block from all ranks
+and gives the gradients back to all. Losses are sums, so the update is that of one process, up to rounding.
 
 A rank holds the rows of each matrix that FSDP gives it, in float32; on a GPU blocks are gathered in bfloat16 and
 gradients summed in float32.
@@ -28,13 +28,16 @@ from staleflow.training.adapters import ADAPTER, BASE, adapted, adapters_off
 from staleflow.training.micro_batches import Known, MicroBatch, Outputs, forward, micro_batches
 from staleflow.training.options import TrainerOptions
 from staleflow.training.packed import LossSum, Metrics
-from staleflow.training.pieces import Sizes, cuts
-from staleflow.training.ranks import Ranks, shares
+from staleflow.training.pieces import Sizes, cuts, shared_out
+from staleflow.training.ranks import Ranks
 from staleflow.training.report import StepReport
 from staleflow.training.trainer import Trainer, ValueHead, _Open  # pyright: ignore[reportPrivateUsage]
 from staleflow.training.work import StepWork
 from staleflow.types import Row
 
+ATTENDING = 4
+"""An operation of attention takes about as long as so many of a product, on an H200 with models of 0.5 B and 1.5 B
+(docs/results/trainer.md: 10 and 15 % of a step for 512 keys a query beside products of 73 and 61 %)."""
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
@@ -55,6 +58,11 @@ class Pass(nn.Module):
 class ShardedTrainer(Trainer):
     def __init__(self, model: Any, options: TrainerOptions, ranks: Ranks, version: int = 0) -> None:
         self.ranks = ranks
+        layer, config = model.get_decoder().layers[0], model.config
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = size * config.num_attention_heads
+        self._pairs = sum(each.numel() for each in layer.parameters()) / (2 * ATTENDING * width)
+        """Of queries and keys, that cost as much as a token."""
         super().__init__(model, options, version)
 
     def _place(self) -> None:
@@ -97,7 +105,7 @@ class ShardedTrainer(Trainer):
     def _batches(self, rows: Sequence[Row], known: Known) -> tuple[Tensor, Iterator[MicroBatch | None]]:
         """Which of the rows' generated tokens are this rank's, and its passes; None: an empty one."""
         most = self.options.micro_tokens
-        given = shares([row.prompt.size + row.tokens.size for row in rows], self.ranks.size)
+        given = shared_out(rows, self.ranks.size, self._pairs, self._sharing)
         every = [Sizes.of([rows[at] for at in share], self._sharing) for share in given]
         passes = max(len([*cuts(sizes, most)]) for sizes in every)
         mine = given[self.ranks.rank]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from staleflow.training.attention import flash_shares
 from staleflow.training.decoder import Decoder
 from staleflow.training.micro_batches import MicroBatch, forward, micro_batches
-from staleflow.training.pieces import Layout, Pieces, Sizes, cuts
+from staleflow.training.pieces import Layout, Pieces, Sizes, cuts, shared_out
 from staleflow.training.trainer import GroupRows, Trainer, TrainerOptions
 from staleflow.types import GIVEN, Row
 from tests.training import plain_kernels
@@ -122,6 +122,32 @@ def seen_by_rows(tokens: Any, pieces: Pieces) -> list[tuple[int, ...]]:
         return seen
     before = [*pieces.context.before, 0]
     return [each for at, each in enumerate(seen) if before[at] or not before[at + 1]]  # not the common pieces
+
+
+@quick(100)
+@given(shape=shapes, ranks=st.integers(1, 5), pairs=st.floats(10, 1000), seed=st.integers(0, 99))
+def test_ranks_have_about_as_much_to_do_and_a_prompt_is_divided_only_if_that_is_better(
+    shape: list[Shape], ranks: int, pairs: float, seed: int
+) -> None:
+    rows = rows_of(shape, seed)
+    found = {share: shared_out(rows, ranks, pairs, share) for share in (False, True)}
+    for each in found.values():
+        assert sorted(at for mine in each for at in mine) == list(range(len(rows)))
+        assert all(mine == sorted(mine) for mine in each)
+
+    def costs(given: list[list[int]], share: bool) -> list[float]:
+        return [Sizes.of([rows[at] for at in mine], share).cost(pairs) for mine in given]
+
+    apart = costs(found[False], share=False)
+    assert max(apart) - min(apart) <= max(Sizes.of([row]).cost(pairs) for row in rows) + 1e-6
+    assert max(costs(found[True], share=True)) <= max(costs(found[False], share=True)) + 1e-6
+
+
+def test_what_a_row_costs_grows_with_what_it_attends_to() -> None:
+    assert Sizes([10], [0]).cost(5.0) == 10 + 50 / 5
+    assert Sizes([10, 10], [0, 4]).cost(5.0) == 16 + (50 + 50 - 8) / 5
+    assert Sizes([10, 10], [0, 4]).families == [range(2)]
+    assert Sizes([10, 10, 3], [0, 0, 2]).families == [range(1), range(1, 3)]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from staleflow.training.pieces import Sizes, cuts
-from staleflow.training.ranks import shares
 from staleflow.training.trainer import Trainer, TrainerOptions
 from tests.training.rank_processes import RankProcesses, fed, half_gradients, held, model_of, state_bytes, updated
+from tests.training.test_pieces import groups_of as prompted
 from tests.training.test_trainer import COMBINATIONS, TERMS, groups_of
 
 pytestmark = pytest.mark.processes
@@ -79,6 +78,18 @@ def test_two_ranks_make_the_update_of_one_process(
     assert_as_one_process(two, TrainerOptions(0, advantage, loss, correction, **options), pieces, seed, tied)
 
 
+@pytest.mark.parametrize("groups", [1, 5], ids=["a-group-is-divided", "groups-stay-together"])
+def test_two_ranks_that_share_prompts_make_the_update_of_one_process(two: RankProcesses, groups: int) -> None:
+    options = TrainerOptions(0, "gae", "ppo", learning_rate=1e-2, updates_per_step=2, micro_tokens=60)
+    steps = [prompted([(20, [3, 5, 2, 6])] * groups, seed=version, version=version) for version in (0, 1)]
+    trainer = Trainer(model_of(), options)
+    for each in steps:
+        fed(trainer, each, [groups])
+    for parameters, _, _ in two.call(updated, options, steps, [groups]):
+        for one, other in zip(trainer.parameters, parameters, strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-5)
+
+
 def test_a_rank_that_has_no_row_makes_empty_passes(three: RankProcesses) -> None:
     """One row of one group: two of three ranks have nothing to compute, also of a reference and of values."""
     options = TrainerOptions(0, "gae", "ppo", learning_rate=1e-2, kl_coefficient=0.1, updates_per_step=2)
@@ -106,14 +117,3 @@ def test_blocks_gathered_in_bfloat16_give_gradients_near_those_in_float32(two: R
     for found in two.call(half_gradients, options, groups):
         assert {each.dtype for each in found} == {torch.float32}
         assert torch.linalg.norm(torch.cat([each.flatten() for each in found]) - wanted) < 0.05 * wanted.norm()
-
-
-@given(costs=st.lists(st.integers(1, 1000), max_size=60), size=st.integers(1, 8))
-def test_rows_are_shared_out_by_tokens(costs: list[int], size: int) -> None:
-    found = shares(costs, size)
-    assert sorted(at for share in found for at in share) == list(range(len(costs)))
-    held = [sum(costs[at] for at in share) for share in found]
-    assert max(held) - min(held) <= max(costs, default=0)
-    assert all(share == sorted(share) for share in found)
-    sizes = [Sizes([costs[at] for at in share], [0] * len(share)) for share in found]
-    assert all(len([*cuts(each, 10**6)]) <= 1 for each in sizes)
