@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from staleflow.types import Role
+
 MODULE = "staleflow.runtime.local.child"
 """What a process runs: ``python -m MODULE SOCKET NAME INCARNATION RUN``."""
 
@@ -31,6 +33,10 @@ class Process(NamedTuple):
     pid: int
     parent: int
     run: Path
+
+    @property
+    def role(self) -> Role:
+        return self.name if self.name in ("trainer", "evaluator") else "instance"
 
 
 def processes(run: Path | None = None) -> Iterator[Process]:

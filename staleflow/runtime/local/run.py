@@ -20,7 +20,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -95,10 +95,11 @@ class LocalRun:
         tell: Callable[[str], None] = lambda _: None,
         supervisor: Supervisor | None = None,
         site: LocalSite | None = None,
+        outdated: Collection[str] = (),
     ) -> None:
         """``cost`` is a first guess of what a decoding step takes; ``show`` is called a few times a second; ``tell``
         gets a line for everything that goes wrong; ``supervisor``: of this process; ``site``: where the others are, by
-        default on this machine."""
+        default on this machine; ``outdated``: roles whose processes are not adopted, for their settings changed."""
         self.config = config
         self.directory = directory
         self.site = site or LocalSite(directory, config)
@@ -116,6 +117,7 @@ class LocalRun:
         self.model = model
         self._cost = cost
         self._checkpoint = checkpoint
+        self._outdated = outdated
         self._origin = origin_of(config, task.fingerprint, model)
         self.steps = StepLog(directory.metrics)
         self._decisions = DecisionLog(directory.decisions, on_trouble=self.incidents.note)
@@ -234,14 +236,16 @@ class LocalRun:
 
     def _opened(self) -> Opened:
         """Where the run is. Processes of an attempt before this one stay if it continues with what they hold."""
-        left = self.site.left()
+        found = self.site.left()
+        left = [each for each in found if each.role not in self._outdated]
+        self.site.end(each for each in found if each not in left)
         trainer_there = any(each.name == "trainer" for each in left)
         opened = open_state(self.config, self.directory, self.task, self._checkpoint, trainer_there)
         self.in_place = bool(left) and opened.standby
         if not self.in_place:
             self.site.end(left)
         deaths = self._supervisor.deaths if self._supervisor is not None else ()
-        for how in deaths or (["not known how"] if left else []):
+        for how in deaths or (["not known how"] if found else []):
             opened.kept.counted("restarts", "control", how)
             self.incidents.note(f"the control plane died: {how}")
         if opened.how:

@@ -76,3 +76,23 @@ def test_a_resume_adopts_the_processes_of_a_run_whose_supervisor_is_dead_as_well
     trained = committed(RunDirectory(run.run).journal(1))
     assert len(trained) == len(set(trained)) == 10 * GROUPS
     assert run.roles == {}
+
+
+@pytest.mark.slow
+def test_a_resume_with_other_settings_of_a_role_replaces_the_processes_that_were_started_without_them(
+    model: Path, tmp_path: Path
+) -> None:
+    """The trainer that was there went on with the old ones, and nobody said so."""
+    runs = tmp_path / "runs"
+    dead = Training(runs, *words(model, runs, "steps=8", "staleness=2"))
+    dead.until(lambda: dead.steps >= 3)
+    before = dead.roles
+    dead.kill(dead.process.pid, dead.control)
+    run = Training(runs, "--resume", str(dead.run), "training.micro_tokens=64")
+    run.until(lambda: run.steps >= 5)
+    changed = {name for name, pid in run.roles.items() if before[name] != pid}
+    assert changed == {"trainer"}
+    assert run.summary()["restarts"] == {"control": {"not known how": 1}}
+    rows = read_metrics(run.run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(8))
+    assert run.roles == {}
