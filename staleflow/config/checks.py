@@ -143,7 +143,7 @@ def _row(setting: str, source: str, data: Data) -> None:
 
 def _first_object(setting: str, path: Path) -> Mapping[str, Any]:
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             line = next(islice((line for line in lines if line.strip()), 1), None)
         if line is None:
             raise ConfigError(f"{setting}={path}: the file is empty: name one with rows")

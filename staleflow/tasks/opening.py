@@ -229,9 +229,10 @@ def _split(data: Data, problems: list[Problem]) -> tuple[list[Problem], list[Pro
         ranked = sorted(_different(problems), key=_rank)
         count = data.held_out_count or max(1, min(MOST_HELD_OUT, len(ranked) // 10))
         if count >= len(ranked):
+            has = f"{len(ranked)} different prompts" if len(ranked) > 1 else "one prompt only"
+            lower = ", or a lower data.held_out_count" if len(ranked) > 1 else ""
             raise TaskError(
-                f"data.source={data.source} has {len(ranked)} different prompts, too few to hold out {count}: give "
-                "data.held_out, or a lower data.held_out_count"
+                f"data.source={data.source} has {has}, too few to hold out {count}: give data.held_out{lower}"
             )
         held = ranked[:count]
     kept_out = {_asked(problem) for problem in held}

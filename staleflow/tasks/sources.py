@@ -30,14 +30,14 @@ LARGEST = 64 * 2**20
 
 
 def read_jsonl(path: str | Path, prompt: str = "prompt", answer: str | None = "answer") -> list[Problem]:
-    """Problems from a file with one JSON object per line; blank lines are skipped."""
+    """Problems from a file with one JSON object per line; blank lines and a byte order mark are skipped."""
     problems: list[Problem] = []
     with _existing(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode())
+                row = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
                 raise TaskError(f"{path}, line {number}: not valid JSON ({error}): write one object per line") from None
             if not isinstance(row, dict):

@@ -57,6 +57,12 @@ def test_a_run_that_can_start_is_not_refused(tmp_path: Path, model: Path, data: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "model"], "checking writes nothing"
 
 
+def test_data_with_a_byte_order_mark_is_not_refused(tmp_path: Path, model: Path, data: Path) -> None:
+    """As editors on Windows write it; it was refused as not being JSON."""
+    data.write_text(data.read_text(), encoding="utf-8-sig")
+    check(load("plain", settings(tmp_path, model, data)), ROOMY)
+
+
 def test_a_missing_model(tmp_path: Path, data: Path) -> None:
     line = refused(settings(tmp_path, tmp_path / "none", data))
     assert "no such folder: give adder, calculator, smollm2-135m, a folder in Hugging Face format" in line

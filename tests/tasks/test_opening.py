@@ -183,6 +183,12 @@ def test_data_that_cannot_be_made_is_one_clear_line(folder: Path, source: str, m
     assert "\n" not in str(error.value)
 
 
+def test_a_single_prompt_is_not_told_to_hold_out_fewer_than_one(folder: Path, tmp_path: Path) -> None:
+    """It said ``or a lower data.held_out_count``, which must be at least 1."""
+    with pytest.raises(TaskError, match=r"one prompt only, too few to hold out 1: give data.held_out$"):
+        opened(folder, rows(tmp_path / "a.jsonl", 1, 1))
+
+
 def test_a_damaged_tokenizer_is_one_clear_line(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(TaskError, match="save a fast tokenizer"):

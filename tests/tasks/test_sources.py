@@ -64,6 +64,13 @@ def test_a_prompt_can_be_made_of_several_columns(tmp_path: Path) -> None:
     assert problem.facts["answer"] == 2.0
 
 
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    """As editors on Windows write it, with their line ends; the first line was refused as not being JSON."""
+    path = tmp_path / "data.jsonl"
+    path.write_bytes("\r\n".join(map(json.dumps, ROWS)).encode("utf-8-sig"))
+    assert [problem.facts for problem in read_jsonl(path, "question")] == ROWS
+
+
 @pytest.mark.parametrize(
     ("lines", "columns", "message"),
     [
