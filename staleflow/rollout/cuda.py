@@ -163,7 +163,9 @@ class DecodeGraphs:
 
     def prepare(self) -> None:
         """Record all sizes of batches with short contexts, which come first. Only the null page is written, and read as
-        contexts half as long as they can be: the ways to decode are compared on them."""
+        contexts half as long as they can be: the ways to decode are compared on them. It is cleared before, because a
+        prefill leaves anything there, also what is no number and cannot be compared."""
+        self._attention.clear_pages([self._attention.null_page])
         width, most = width_for(1), len(self._last)
         middle = min(width * self._attention.page_size // 2, len(self._model.turns[0]) - 1)
         if self._chain is not None:
@@ -195,7 +197,7 @@ class DecodeGraphs:
         ints[rows : rows + count] = positions
         ints[rows + count : 2 * rows] = 0
         pages = ints[2 * rows : 2 * rows + rows * width].reshape(rows, width)
-        pages[:count, : tables.shape[1]] = tables[:, :width]
+        pages[:count, : tables.shape[1]] = tables
         pages[count:] = self._attention.null_page
         floats[:count], floats[rows : rows + count] = uniforms, temperatures
         floats[count:rows] = floats[rows + count : 2 * rows] = 0
@@ -240,9 +242,10 @@ class DecodeGraphs:
 
     def _capture(self, rows: int, width: int, way: str) -> Recorded:
         before = self._last.clone()
-        recorded = captured(lambda: self._step(rows, width, way), self._pool)
-        self._last.copy_(before)
-        return recorded
+        try:
+            return captured(lambda: self._step(rows, width, way), self._pool)
+        finally:
+            self._last.copy_(before)
 
     def _logits(self, recorded: Recorded) -> Tensor:
         last = self._last.clone()

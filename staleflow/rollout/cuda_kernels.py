@@ -205,7 +205,7 @@ def _add_and_norm(x, y, weight, out, epsilon, size, block: tl.constexpr, adds: t
 
 @triton.jit
 def _gate(both, out, wide, block: tl.constexpr):
-    row, part = tl.program_id(0), tl.program_id(1)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)  # a long prefill has more than 2**31 values
     place = part * block + tl.arange(0, block)
     here = place < wide
     source = both + row * 2 * wide + place
@@ -264,7 +264,9 @@ def _pick(
     token = tl.minimum(hit * block + chosen, vocabulary - 1)
     logit = tl.sum(tl.where(lane == token - hit * block, value, 0.0), 0)
     tl.store(tokens + row, token)
-    tl.store(logprobs + row, logit - best - tl.log(total.to(tl.float32)))
+    # Of the sum and not of the total: what is no number is passed over by a maximum, and has to show.
+    whole = tl.sum(mass.to(tl.float64), 0)
+    tl.store(logprobs + row, logit - best - tl.log(whole.to(tl.float32)))
 
 
 @triton.jit(do_not_specialize=["firsts", "seconds"])

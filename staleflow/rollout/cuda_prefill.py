@@ -1,9 +1,9 @@
 """Steps with prefill on a GPU: spans of any lengths in one pass, as one CUDA graph where launches would take longest.
 
 The tokens of a step lie one behind the other, one of each sequence that decodes among them, and a kernel attends over
-the pages of all. Graphs are recorded for a few numbers of tokens, up to ``tiles.GRAPHED``: small ones at the start, larger
-ones when they are first needed. Those save little time on a GPU of one's own; but where others use it, too, a process
-loses its turn whenever it has nothing queued. ::
+the pages of all. Graphs are recorded for a few numbers of tokens (``tiles.py``): small ones at the start, larger ones
+when they are first needed. Those save little time on a GPU of one's own; but where others use it, too, a process loses
+its turn whenever it has nothing queued. ::
 
     steps = PrefillSteps(model, attention, most_rows=256, most_tokens=8192, most_pages=512)
     flight = steps.launch(tokens, Spans.of(starts, lengths, tables, page), wanted, uniforms, temperatures)

@@ -13,10 +13,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def device_of(name: str) -> torch.device:
+    """Checked. A GPU becomes the one of this process: launches of our kernels do not ask where their tensors are."""
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise EngineError("device is cuda, but PyTorch finds no GPU here: give cpu, or install PyTorch for CUDA")
-    if device.type == "cuda" and (problem := wrong_products(device)) is not None:
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise EngineError(f"device is {name}, but PyTorch finds no GPU here: give cpu, or install PyTorch for CUDA")
+    if device.index is not None:
+        if device.index >= (count := torch.cuda.device_count()):
+            raise EngineError(
+                f"device is {name}, but there are {count} GPUs here, counted from cuda:0: give one of them"
+            )
+        torch.cuda.set_device(device)
+    if (problem := wrong_products(device)) is not None:
         raise EngineError(problem)
     return device
 

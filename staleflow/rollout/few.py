@@ -8,6 +8,7 @@ everything else decodes with ``chain.py`` or ``cuda.decode``. ::
 """
 
 import ctypes
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,7 +36,6 @@ def fits(config: ModelConfig, dtype: torch.dtype, page_size: int, rows: int) -> 
     """Whether the kernel can decode this number of rows of this model."""
     _, heads, kv_heads, head_dim = config.geometry
     sizes = (config.hidden, config.intermediate, heads * head_dim)
-    held = _held(max(config.hidden, heads * head_dim) // STEP, _tiles(rows))
     return (
         dtype == torch.bfloat16
         and rows <= MOST_ROWS
@@ -43,7 +43,7 @@ def fits(config: ModelConfig, dtype: torch.dtype, page_size: int, rows: int) -> 
         and heads <= 8 * kv_heads
         and page_size % 16 == 0
         and all(size % STEP == 0 for size in sizes)
-        and held <= HELD_REGISTERS
+        and _held(max(config.hidden, heads * head_dim) // STEP, _tiles(rows)) <= HELD_REGISTERS
     )
 
 
@@ -188,11 +188,13 @@ class FewRows:
     def __init__(self, model: Model, attention: PagedAttention, traced: bool = False) -> None:
         """``traced``: blocks write down when they passed which place (``trace``)."""
         self._traced = traced
-        self._config, self._page = model.config, attention.page_size
-        self._dtype = model.dtype
+        self._model, self._attention = model, attention
         self._blocks = torch.cuda.get_device_properties(attention.device).multi_processor_count
-        self._memory = Memory(model, attention, self._blocks)
         self._kernels: dict[tuple[int, bool], ctypes.c_void_p] = {}
+
+    @cached_property
+    def _memory(self) -> Memory:
+        return Memory(self._model, self._attention, self._blocks)
 
     @property
     def trace(self) -> Tensor:
@@ -200,7 +202,7 @@ class FewRows:
         return self._memory.trace
 
     def fits(self, rows: int) -> bool:
-        return fits(self._config, self._dtype, self._page, rows)
+        return fits(self._model.config, self._model.dtype, self._attention.page_size, rows)
 
     def decode(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, polled: bool = True) -> Tensor:
         """Logits of one token of each row: the given one, or for -1 - n the last one of row n.
@@ -210,7 +212,8 @@ class FewRows:
         rows = len(positions)
         kernel = self._kernels.get((_tiles(rows), polled))
         if kernel is None:
-            options = macros(self._config, self._page, rows, self._blocks, polled, self._traced)
+            page = self._attention.page_size
+            options = macros(self._model.config, page, rows, self._blocks, polled, self._traced)
             module = load(compiled("few.cu", text_of(*SOURCES), tuple(sorted(options.items()))))
             kernel = self._kernels[_tiles(rows), polled] = function(module, b"decode_few", SHARED_MEMORY)
         step = self._memory.step(given, last, positions, tables)

@@ -4,6 +4,7 @@
     tiles = tiled(spans, most_tokens=16)
 
 A span is what a step computes of one sequence: one token where it decodes, a part of its context where it is prefilled.
+Steps are filled up to a few numbers of tokens, so that a graph serves many of them.
 """
 
 from typing import NamedTuple

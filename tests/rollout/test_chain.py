@@ -18,6 +18,7 @@ from tests.rollout.decoding_case import BIASED, QWEN3, Case, compiled, run_chain
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 SMALL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192}
 LONG = {"hidden_size": 64, "intermediate_size": 1152, "num_attention_heads": 8, "num_hidden_layers": 1}
+WIDEST = {**SMALL, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
 THIRDS = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6}
 RAGGED = [1, 16, 17, 2, 33, 15, 31, 32, 48]
 BULK = [64, *range(1, 24)]
@@ -64,6 +65,7 @@ def program(case: Case, switched: bool = False) -> ctypes.CDLL:
         (QWEN3 | {"hidden_size": 64, "intermediate_size": 128}, [1, 300, *RAGGED], 32, {"LEAST_PIECE": 32}),
         (THIRDS, [64, *range(1, 38)], 16, {"MEMORY": memory_for(2, 64), "LEAST_PIECE": 16}),
         (SMALL, BULK, 64, {"MANY": 32, "LEAST_PIECE": 16}),
+        (WIDEST, [1 + at % 19 for at in range(65)], 16, {}),
         pytest.param(
             LONG | {"num_attention_heads": 16},
             [*RAGGED, 129],
@@ -79,6 +81,7 @@ def program(case: Case, switched: bool = False) -> ctypes.CDLL:
         "qwen3-in-8-pieces",
         "two-tiles-of-rows",
         "sums-in-one-copy",
+        "widest",
         "short-ring-2-pieces",
         "shorter-ring-undivided",
         "one-long",

@@ -73,6 +73,23 @@ def test_picking_follows_the_distribution() -> None:
     assert (logprobs - every.gather(1, tokens[:, None])[:, 0]).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("place", [0, 3000, 4999])
+def test_a_logit_that_is_no_number_shows_in_every_block_of_the_vocabulary(place: int) -> None:
+    """It did in the first one only: a damaged row of the head went unnoticed, and tokens behind it were never drawn."""
+    logits = torch.randn(4, 5000, device=CUDA)
+    logits[1:, place] = torch.tensor([torch.nan, torch.nan, torch.inf])
+    heat, uniforms = torch.tensor([1.0, 1.0, 0.0, 1.0], device=CUDA), torch.full((4,), 0.4, device=CUDA).double()
+    logprobs = kernels.pick(logits, heat, uniforms, torch.empty(4, dtype=torch.int64, device=CUDA))
+    assert torch.isfinite(logprobs).tolist() == [True, False, False, False]
+
+
+def test_the_gate_of_more_values_than_an_int_counts() -> None:
+    wide = 18_944
+    both = torch.zeros(2**31 // (2 * wide) + 2, 2 * wide, dtype=torch.bfloat16, device=CUDA)
+    both[-1].normal_()
+    assert torch.equal(kernels.gate(both)[-1:], kernels.gate(both[-1:].clone()))
+
+
 def test_norm_and_gate() -> None:
     torch.manual_seed(2)
     x, y, weight = torch.randn(3, 1536, device=CUDA), torch.randn(3, 1536, device=CUDA), torch.rand(1536, device=CUDA)
@@ -154,6 +171,32 @@ def test_a_chain_of_kernels_equals_the_plain_path(
 ) -> None:
     case = Decoding(tmp_path, rows, shape, **changes)
     case.holds(chain.Chain(case.model, case.attention))
+
+
+def test_ways_to_decode_are_compared_whatever_a_prefill_left_on_the_null_page(tmp_path: Path) -> None:
+    """They were not where that was no number, and the plain way was taken."""
+    case = Decoding(tmp_path, 2)
+    for entries in case.attention.entries:
+        entries.fill_(torch.nan)
+    graphs = cuda.DecodeGraphs(case.model, case.attention, most_rows=2, most_pages=16)
+    graphs.prepare()
+    assert all(torch.isfinite(recorded.outputs[0]).all() for recorded in graphs._recorded.values())
+
+
+def test_a_way_to_decode_that_fails_leaves_the_last_tokens_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Decoding(tmp_path, 2)
+    graphs = cuda.DecodeGraphs(case.model, case.attention, most_rows=2, most_pages=16)
+
+    def fails(*_: Any) -> Any:
+        graphs._last.fill_(7)
+        raise RuntimeError("it cannot be recorded")
+
+    monkeypatch.setattr(graphs, "_step", fails)
+    with pytest.raises(RuntimeError, match="it cannot be recorded"):
+        graphs._capture(2, 16, cuda.CHAINED)
+    assert not graphs._last.any()
 
 
 def options(**rest: Any) -> dict[str, Any]:

@@ -44,6 +44,13 @@ def test_attention_of_spans_with_and_without_something_before_them(
         assert (out[token] - expected).abs().max() < (1e-4 if dtype is torch.float32 else 2e-2)
 
 
+def test_an_engine_of_short_steps_is_prepared(tiny: Callable[..., Tiny]) -> None:
+    """It recorded graphs of steps that it never has, for which it has no room."""
+    engine = tiny("llama").engine(device="cuda", page_size=16, kv_tokens=512, max_running=4, prefill_tokens=24)
+    engine.prepare()
+    assert not engine.busy
+
+
 def test_prefill_of_any_length_gives_what_decoding_from_the_start_gives(tiny: Callable[..., Tiny]) -> None:
     """Lengths on both sides of every graph's size and beyond the largest, in one step and in pieces."""
     model = tiny("llama")

@@ -4,12 +4,17 @@ import ctypes
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from staleflow.rollout import few
+from staleflow.rollout import chain, few
+from staleflow.rollout.attention import Geometry
+from staleflow.rollout.model_folder import ModelConfig
 from staleflow.rollout.nvrtc import text_of
 from tests.rollout.decoding_case import BIASED, QWEN3, Case, compiled
 
@@ -62,3 +67,31 @@ def test_every_divided_product_is_complete() -> None:
                 assert 1 <= parts <= wide // 32
                 units = math.ceil(math.ceil(hidden / 16) / each) * parts
                 assert parts == 1 or units <= 132
+
+
+SIZES = st.one_of(st.integers(1, 40), st.integers(1, 600).map(lambda tiles: 32 * tiles))
+
+
+@given(SIZES, SIZES, st.integers(1, 40), st.integers(1, 8), st.sampled_from([1, 16, 31, 64, 128]), st.integers(1, 129))
+def test_of_a_model_of_any_size_it_is_said_whether_the_kernels_are_for_it(
+    hidden: int, wide: int, kv_heads: int, share: int, head_dim: int, rows: int
+) -> None:
+    """An instance of a model narrower than 32 columns ended at its start on an H100."""
+    rest = {"vocabulary": 7, "positions": 64, "epsilon": 1e-6, "tied": True, "qk_norm": False, "source": None}
+    biases = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
+    geometry = Geometry(1, kv_heads * share, kv_heads, head_dim)
+    config = ModelConfig(family="llama", geometry=geometry, hidden=hidden, intermediate=wide, **rest, **biases)
+    if few.fits(config, torch.bfloat16, 16, rows):
+        assert few.macros(config, 16, rows, blocks=132, polled=True)
+    if chain.fits(config, torch.bfloat16, 16, rows):
+        assert chain.macros(config, 16, chain.rows_of_kernel(rows))
+
+
+def test_what_the_kernel_works_with_is_made_when_it_is_first_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8}
+    case = Case(tmp_path, small, [3], 16)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert not few.FewRows(case.model, case.attention).fits(1)
