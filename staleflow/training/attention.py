@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -24,6 +25,9 @@ from staleflow.training.pieces import Layout, Pieces, Sizes
 NAME = "staleflow-rows"
 HEAD = 8
 """The size of a head must be a multiple of this for one call over all pieces."""
+KEPT = 8
+"""Keys for each token of a pass: where its pieces see more than that, each layer gathers them again for the gradients
+and does not keep them. Many short responses to a long prompt would take several times the memory of their tokens."""
 FLASH_NEAR = 0.05
 """What bfloat16 makes of values around 1."""
 
@@ -64,15 +68,22 @@ def attention(
             module, query_1HLD, key_1HLD, value_1HLD, attention_mask, scaling=scaling, **others
         )
     states = (query_1HLD, key_1HLD, value_1HLD)
-    if query_1HLD.is_cuda and torch.is_autocast_enabled("cuda") and query_1HLD.shape[-1] % HEAD == 0:
+    if pieces.context is None or pieces.context.where_K.numel() <= KEPT * query_1HLD.shape[2]:
+        return _attended(states, pieces, scaling), None
+    return checkpoint(_attended, states, pieces, scaling, use_reentrant=False, preserve_rng_state=False), None
+
+
+def _attended(states: tuple[Tensor, Tensor, Tensor], pieces: Pieces, scaling: float | None) -> Tensor:
+    query, key, _ = states
+    if query.is_cuda and torch.is_autocast_enabled("cuda") and query.shape[-1] % HEAD == 0:
         q, k, v = (each[0].transpose(0, 1).to(torch.bfloat16) for each in states)
         if (context := pieces.context) is not None:
             # In float32, so that the gradients of a key that several see are not summed in bfloat16.
             k, v = (each.float().index_select(0, context.where_K).to(torch.bfloat16) for each in (k, v))
         found = torch.ops.aten._flash_attention_forward(q, k, v, *pieces.reach, 0.0, True, False, scale=scaling)
-        return found[0][None], None
-    how: dict[str, Any] = {"scale": scaling, "enable_gqa": query_1HLD.shape[1] != key_1HLD.shape[1]}
-    return _one_by_one(states, pieces, how).transpose(1, 2), None
+        return found[0][None]
+    how: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    return _one_by_one(states, pieces, how).transpose(1, 2)
 
 
 def flash_shares(device: torch.device) -> bool:

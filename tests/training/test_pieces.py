@@ -86,6 +86,41 @@ def test_a_group_takes_its_prompt_once() -> None:
     assert whole.pieces.context is None
 
 
+def kept(model: Any, batch: MicroBatch) -> tuple[int, torch.Tensor]:
+    """Bytes that a pass keeps for its gradients, besides the model, and the loss."""
+    found = {each.untyped_storage().data_ptr(): 0 for each in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        found.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = objective(forward(model, batch, 0.9))
+        return sum(found.values()), loss
+
+
+@quick(15)
+@given(prompt=st.integers(40, 80), members=st.integers(20, 60), recomputed=st.booleans())
+def test_many_short_responses_to_a_long_prompt_keep_no_more_for_a_token_than_whole_rows(
+    prompt: int, members: int, recomputed: bool
+) -> None:
+    """Each layer kept the keys of the prompt once for each response: several times as much as all else of a pass."""
+    rows, bytes_by_token, made = rows_of([(prompt, [1] * members)]), list[float](), list[dict[str, torch.Tensor]]()
+    for share in (False, True):
+        model = model_of("llama", tied=True)
+        if recomputed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
+        (batch,) = passes(rows, 10**6, share=share)
+        held, loss = kept(model, batch)
+        loss.backward()
+        bytes_by_token.append(held / batch.tokens_L.numel())
+        made.append(gradients(model))
+    whole, shared = made
+    assert [name for name in whole if (shared[name] - whole[name]).norm() > NEAR * (1 + whole[name].norm())] == []
+    assert recomputed or bytes_by_token[1] < 1.5 * bytes_by_token[0]
+
+
 def test_short_prompts_and_lone_rows_are_left_whole() -> None:
     for shape in [(1, [3, 4]), (2, [20, 20]), (30, [5])]:
         assert not any(Sizes.of(rows_of([shape])).shared), shape
