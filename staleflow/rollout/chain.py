@@ -39,6 +39,9 @@ BLOCKS, CLUSTER = 100, 8
 """Blocks that are enough to keep the memory busy; most blocks of a cluster."""
 ATTENDING, LEAST_PIECE, SHORT = 256, 64, 1024
 """Blocks that are enough for attention; tokens of context that one should have; of a context that is short."""
+AHEAD = {"qkv": ("up", 20 << 20), "up": ("down", 12 << 20)}
+"""Products that may ask for weights of another one ahead: of which, and for how many bytes at most. The memory has
+little to do while queries, keys and values are made and attended to; the L2 cache holds 50 MB."""
 PRODUCTS, ATTENTION = ("device", "common", "chain"), ("device", "common", "chain_attention")
 """Sources of the two programs."""
 
@@ -192,8 +195,8 @@ class Job(ctypes.Structure):
     """An argument of a product, as chain.cu declares it."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "scaled", "to", "squares", "bias", "norm")),
-        ("rows", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("x", "scaled", "to", "squares", "bias", "norm", "ahead")),
+        *((name, ctypes.c_int) for name in ("ahead_bytes", "rows")),
     )
 
 
@@ -252,8 +255,10 @@ def links(
     last: Tensor,
     positions: Tensor,
     tables: Tensor,
+    ahead: bool,
 ) -> list[Link]:
-    """The kernels of a step, in order. ``tiles(matrix, rows)``: as ``tiles_of`` describes them."""
+    """The kernels of a step, in order. ``tiles(matrix, rows)``: as ``tiles_of`` describes them; ``ahead``: weights are
+    asked for ahead (``AHEAD``)."""
     config, rows, size = model.config, len(positions), rows_of_kernel(len(positions))
     kv_heads = config.geometry[2]
     shapes, page, longest = shapes_of(config, size), attention.page_size, tables.shape[1] * attention.page_size
@@ -262,10 +267,14 @@ def links(
     memory = attention_kept(config) + stages * 4 * config.geometry[3] * page
 
     def job(to: Tensor | None, bias: Tensor | None, norm: Tensor | None) -> Job:
-        return Job(*map(_at, (buffers.x, buffers.scaled, to, buffers.squares, bias, norm)), rows)
+        return Job(*map(_at, (buffers.x, buffers.scaled, to, buffers.squares, bias, norm)), 0, 0, rows)
 
-    def product(name: str, matrix: Tensor, source: Tensor, made: Job) -> Link:
-        shape = shapes[name]
+    def product(name: str, layer: Layer, source: Tensor, made: Job) -> Link:
+        shape, matrices = shapes[name], {"qkv": layer.qkv, "out": layer.out, "up": layer.gate_up, "down": layer.down}
+        if ahead and name in AHEAD:
+            other, most = AHEAD[name]
+            made.ahead, made.ahead_bytes = _at(matrices[other]), min(most, matrices[other].nbytes)
+        matrix = matrices[name]
         arguments = [tiles(matrix, TILE // 2 if name == "up" else TILE), tiles(source, size), made]
         return Link(f"product_{name}", shape.blocks, GROUP + WARP, shape.shared_memory, arguments)
 
@@ -282,11 +291,11 @@ def links(
     norms = [layer.attention_norm for layer in model.layers[1:]] + [model.norm]
     for layer, entries, norm in zip(model.layers, attention.entries, norms, strict=True):
         found += [
-            product("qkv", layer.qkv, buffers.scaled, job(buffers.qkv, layer.qkv_bias, None)),
+            product("qkv", layer, buffers.scaled, job(buffers.qkv, layer.qkv_bias, None)),
             attend(layer, entries),
-            product("out", layer.out, buffers.attended, job(None, layer.out_bias, layer.mlp_norm)),
-            product("up", layer.gate_up, buffers.scaled, job(buffers.gated, layer.gate_up_bias, None)),
-            product("down", layer.down, buffers.gated, job(None, layer.down_bias, norm)),
+            product("out", layer, buffers.attended, job(None, layer.out_bias, layer.mlp_norm)),
+            product("up", layer, buffers.scaled, job(buffers.gated, layer.gate_up_bias, None)),
+            product("down", layer, buffers.gated, job(None, layer.down_bias, norm)),
         ]
     return found
 
@@ -315,20 +324,20 @@ class Chain:
         with ThreadPoolExecutor() as pool:
             list(pool.map(self._compiled, [ANY_ROWS, *sizes] if sizes else []))
 
-    def decode(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
-        """Logits of one token of each row: the given one, or for -1 - n the last one of row n."""
+    def decode(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, ahead: bool = False) -> Tensor:
+        """Logits of one token of each row: the given one, or for -1 - n the last one of row n. ``ahead``: ``links``."""
         from staleflow.rollout import cuda_kernels as kernels
 
         model, rows = self._model, len(positions)
-        for each in self.links(given, last, positions, tables):
+        for each in self.links(given, last, positions, tables, ahead):
             kernel = self._function(rows_of_kernel(rows), each)
             launch(kernel, each.blocks, each.threads, each.shared_memory, each.arguments, CHAINED)
         normed = kernels.add_and_norm(self._buffers.x[:rows], None, model.norm, model.config.epsilon)
         return functional.linear(normed, model.head)
 
-    def links(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor) -> list[Link]:
+    def links(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, ahead: bool) -> list[Link]:
         model, attention, buffers = self._model, self._attention, self._buffers
-        return links(model, attention, buffers, self._tiles_of, given, last, positions, tables)
+        return links(model, attention, buffers, self._tiles_of, given, last, positions, tables, ahead)
 
     def _compiled(self, size: int) -> bytes:
         options = macros(self._model.config, self._attention.page_size, size)

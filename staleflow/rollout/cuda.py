@@ -34,7 +34,8 @@ from staleflow.rollout.nvrtc import supported
 from staleflow.rollout.rows import Ints
 
 Floats = npt.NDArray[np.float64]
-PLAIN, CHAINED, FEW = "plain", "chain", ("few, looking at values", "few, at barriers")
+PLAIN, CHAINED = "plain", ("chain", "chain, asking ahead")
+FEW = "few, looking at values", "few, at barriers"
 """Ways to decode. Blocks of few.cu wait for each other in one of two: the second is tried if the first is wrong."""
 TRIALS, DIFFERENCE = 8, 0.15
 """Replays that are timed; the distance of logits, relative to their size, above which one of two ways is wrong.
@@ -218,26 +219,26 @@ class DecodeGraphs:
     def _others(self, rows: int, width: int, plain: Recorded) -> Iterator[Recorded]:
         """The step decoded in other ways, if they give the logits of the plain one."""
         names = [*FEW] * (self._few is not None and self._few.fits(rows))
-        names += [CHAINED] * (self._chain is not None and self._chain.fits(rows))
+        names += [*CHAINED] * (self._chain is not None and self._chain.fits(rows))
         expected = self._logits(plain) if names else None
         if expected is None or not torch.isfinite(expected).all():
             return
         seen = set[str]()
         for name in names:
             kind = "few.cu" if name in FEW else "chain.cu"
-            if name in self._failed or kind in seen:
+            if name in self._failed or (name in FEW and kind in seen):
                 continue
             try:
                 other = self._capture(rows, width, name)
             except (OSError, RuntimeError) as error:
-                self._failed |= {name}
+                self._failed |= {*CHAINED} if name == CHAINED[0] else {name}
                 warnings.warn(f"{kind} cannot be used, decoding without it: {error}", stacklevel=2)
                 continue
             if (self._logits(other) - expected).norm() <= DIFFERENCE * expected.norm():
                 seen.add(kind)
                 yield other
             else:
-                self._failed.add(name)
+                self._failed |= {*CHAINED} if name == CHAINED[0] else {name}
                 warnings.warn(f"{kind} is wrong on this GPU ({name}), decoding without it", stacklevel=2)
 
     def _capture(self, rows: int, width: int, way: str) -> Recorded:
@@ -270,8 +271,8 @@ class DecodeGraphs:
         given, positions = self._ints[:rows], self._ints[rows : 2 * rows]
         tables = self._ints[2 * rows : 2 * rows + rows * width].view(rows, width)
         last = self._last[:rows]
-        if way == CHAINED and self._chain is not None:
-            logits = self._chain.decode(given, self._last, positions, tables)
+        if way in CHAINED and self._chain is not None:
+            logits = self._chain.decode(given, self._last, positions, tables, ahead=way == CHAINED[1])
         elif way in FEW and self._few is not None:
             logits = self._few.decode(given, self._last, positions, tables, polled=way == FEW[0])
         else:

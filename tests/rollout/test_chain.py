@@ -13,7 +13,7 @@ from staleflow.rollout import chain
 from staleflow.rollout.model_folder import ModelConfig, read_config
 from staleflow.rollout.nvrtc import SHARED_MEMORY, text_of
 from staleflow.rollout.shapes import LARGE, SHAPES, write
-from tests.rollout.decoding_case import BIASED, QWEN3, Case, compiled, run_chain
+from tests.rollout.decoding_case import BIASED, QWEN3, Case, asked_ahead, compiled, run_chain
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 SMALL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192}
@@ -108,6 +108,30 @@ def test_a_step_equals_the_plain_path_whatever_its_timing(
         case.restore(before)
         assert torch.equal(run_chain(case, library, seed), found)
         assert all(map(torch.equal, case.attention.entries, after))
+
+
+@needs_compiler
+def test_weights_asked_for_ahead_are_each_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "AHEAD", {"qkv": ("up", 40_000), "up": ("down", 1 << 20)})
+    case = Case(tmp_path, LONG | {"num_hidden_layers": 2}, [5, 20], 16)
+    library, exact = program(case), case.exact()
+    before = [entries.clone() for entries in case.attention.entries]
+    plain = run_chain(case, library, 1)
+    assert case.equals(plain, exact)
+    assert not asked_ahead(library)
+    case.restore(before)
+    assert torch.equal(run_chain(case, library, 2, ahead=True), plain)
+    asked = asked_ahead(library)
+    sizes = [(layer.gate_up.data_ptr(), 40_000) for layer in case.model.layers]
+    sizes += [(layer.down.data_ptr(), layer.down.nbytes) for layer in case.model.layers]
+    for begin, size in sizes:
+        at = begin
+        for address, count in asked:
+            if begin <= address < begin + size:
+                assert address == at
+                at += count
+        assert at == begin + size
+    assert sum(count for _, count in asked) == sum(size for _, size in sizes)
 
 
 @needs_compiler

@@ -170,7 +170,9 @@ def test_a_chain_of_kernels_equals_the_plain_path(
     tmp_path: Path, rows: int, shape: str, changes: dict[str, Any]
 ) -> None:
     case = Decoding(tmp_path, rows, shape, **changes)
-    case.holds(chain.Chain(case.model, case.attention))
+    way = chain.Chain(case.model, case.attention)
+    case.holds(way)
+    case.holds(way, ahead=True)
 
 
 def test_ways_to_decode_are_compared_whatever_a_prefill_left_on_the_null_page(tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_a_way_to_decode_that_fails_leaves_the_last_tokens_as_they_were(
 
     monkeypatch.setattr(graphs, "_step", fails)
     with pytest.raises(RuntimeError, match="it cannot be recorded"):
-        graphs._capture(2, 16, cuda.CHAINED)
+        graphs._capture(2, 16, cuda.CHAINED[0])
     assert not graphs._last.any()
 
 
