@@ -40,6 +40,8 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"ATTENDING": 128},
     {"ATTENDING": 512},
     {"LEAST_PIECE": 128},
+    {"PIECES": 16},
+    {"PIECES": 16, "ATTENDING": 512},
     {"MANY": 32},
     {"BLOCKS": 80},
     {"BLOCKS": 140},

@@ -36,9 +36,11 @@ RING_OF_ATTENTION, LEAST_STAGES, MOST_STAGES = 65_536, 4, 8
 MANY = 64
 """Sequences from which on a block sends sums in one copy: before, one by one is faster."""
 BLOCKS, CLUSTER = 100, 8
-"""Blocks that are enough to keep the memory busy; most blocks of a cluster."""
+"""Blocks that are enough to keep the memory busy; most blocks of a product's cluster."""
 ATTENDING, LEAST_PIECE, SHORT = 256, 64, 1024
 """Blocks that are enough for attention; tokens of context that one should have; of a context that is short."""
+PIECES, LARGEST = 8, 16
+"""Most pieces of a context, which are a cluster; and for how many there are kernels."""
 AHEAD = {"qkv": ("up", 20 << 20), "up": ("down", 12 << 20)}
 """Products that may ask for weights of another one ahead: of which, and for how many bytes at most. The memory has
 little to do while queries, keys and values are made and attended to; the L2 cache holds 50 MB."""
@@ -77,7 +79,7 @@ def pieces_of(rows: int, kv_heads: int, longest: int) -> int:
     """Into how many pieces each context of at most ``longest`` tokens is cut. The more there are, the longer joining
     them takes: the third and fourth have to be worth it, and those after them even more."""
     pieces, enough = 1, ATTENDING if longest <= SHORT else 2 * ATTENDING
-    while pieces < CLUSTER and rows * kv_heads * pieces < enough // pieces and 2 * pieces * LEAST_PIECE <= longest:
+    while pieces < PIECES and rows * kv_heads * pieces < enough // pieces and 2 * pieces * LEAST_PIECE <= longest:
         pieces *= 2
     return pieces
 
@@ -163,7 +165,7 @@ def attention_kept(config: ModelConfig) -> int:
     _, heads, kv_heads, head_dim = config.geometry
     share, warps = heads // kv_heads, GROUP // WARP
     queries, fresh, lines = 8 * (head_dim + 8) * 2, 2 * head_dim * 2, warps * share * (head_dim + 4) * 4
-    found = 4 * (share * head_dim + CLUSTER * 2 * share) + 2 * warps * 8 * 4
+    found = 4 * (share * head_dim + LARGEST * 2 * share) + 2 * warps * 8 * 4
     return -(-(queries + fresh + lines + found + 16 * MOST_STAGES + 8 + 4 * 32 + 16) // 1024) * 1024
 
 

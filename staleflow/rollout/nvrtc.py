@@ -59,8 +59,12 @@ def load(code: bytes) -> ctypes.c_void_p:
 def function(module: ctypes.c_void_p, name: bytes, shared_memory: int) -> ctypes.c_void_p:
     found = ctypes.c_void_p()
     checked(driver().cuModuleGetFunction(ctypes.byref(found), module, name))
-    dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    dynamic_shared, large_clusters = (
+        8,
+        14,
+    )  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, ..._NON_PORTABLE_CLUSTER_...
     checked(driver().cuFuncSetAttribute(found, dynamic_shared, shared_memory))
+    checked(driver().cuFuncSetAttribute(found, large_clusters, 1))  # of 16 blocks
     return found
 
 

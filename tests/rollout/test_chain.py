@@ -70,11 +70,12 @@ def program(case: Case, switched: bool = False) -> ctypes.CDLL:
             LONG | {"num_attention_heads": 16},
             [*RAGGED, 129],
             16,
-            {"MEMORY": memory_for(3, 16), "CLUSTER": 2, "LEAST_PIECE": 16},
+            {"MEMORY": memory_for(3, 16), "CLUSTER": 2, "PIECES": 2, "LEAST_PIECE": 16},
             marks=pytest.mark.slow,
         ),
-        (LONG, RAGGED[:7], 16, {"MEMORY": memory_for(2, 8), "CLUSTER": 1}),
+        (LONG, RAGGED[:7], 16, {"MEMORY": memory_for(2, 8), "CLUSTER": 1, "PIECES": 1}),
         (SMALL, [700], 32, {"RING_OF_ATTENTION": 0}),
+        (QWEN3 | {"hidden_size": 64, "intermediate_size": 128}, [900, 7], 16, {"PIECES": 16, "LEAST_PIECE": 16}),
     ],
     ids=[
         "biased",
@@ -85,6 +86,7 @@ def program(case: Case, switched: bool = False) -> ctypes.CDLL:
         "short-ring-2-pieces",
         "shorter-ring-undivided",
         "one-long",
+        "qwen3-in-16-pieces",
     ],
 )
 def test_a_step_equals_the_plain_path_whatever_its_timing(
@@ -137,7 +139,8 @@ def test_weights_asked_for_ahead_are_each_asked_for_once(tmp_path: Path, monkeyp
 @needs_compiler
 def test_every_missing_wait_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the emulation is blind to one, the tests above would not show a race."""
-    tuned = {"MEMORY": memory_for(2, 32), "CLUSTER": 4, "MANY": 32, "LEAST_PIECE": 16, "RING_OF_ATTENTION": 0}
+    tuned = {"MEMORY": memory_for(2, 32), "CLUSTER": 4, "MANY": 32, "LEAST_PIECE": 16}
+    tuned |= {"PIECES": 4, "RING_OF_ATTENTION": 0}
     for name, value in tuned.items():
         monkeypatch.setattr(chain, name, value)
     case = Case(tmp_path, LONG | {"hidden_size": 192, "num_attention_heads": 16}, [*BULK, 129], 16)
@@ -190,11 +193,14 @@ def test_every_product_has_all_its_columns_and_room_on_a_multiprocessor(config: 
             assert chain.attention_kept(config) + stages * 4 * head_dim * page <= SHARED_MEMORY
 
 
-def test_every_context_is_cut_into_pieces_that_are_long_enough() -> None:
+@pytest.mark.parametrize("most", [chain.PIECES, chain.LARGEST])
+def test_every_context_is_cut_into_pieces_that_are_long_enough(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "PIECES", most)
     for rows in (1, 32, chain.MOST_ROWS):
         for kv_heads in (1, 2, 8):
             for longest in (16, 127, 128, 1000, 100_000):
                 pieces = chain.pieces_of(rows, kv_heads, longest)
-                assert pieces in (1, 2, 4, 8)  # there is a kernel for each
+                assert pieces in (1, 2, 4, 8, 16)  # there is a kernel for each
+                assert pieces <= most
                 assert pieces == 1 or longest // pieces >= chain.LEAST_PIECE
                 assert pieces == 1 or rows * kv_heads * pieces < 4 * chain.ATTENDING
