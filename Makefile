@@ -12,7 +12,7 @@ SPREAD := -n logical --maxprocesses 4 --dist loadgroup
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-all test-busy test-page test-vllm test-ray docs lint spec explore mutation bench clean
+.PHONY: train test test-all test-busy test-kernels test-page test-vllm test-ray docs lint spec explore mutation bench clean
 
 train: $(READY)          ## set up, then run the main job with its embedded default
 	$(BIN)/staleflow train
@@ -25,6 +25,11 @@ test-all: $(READY)       ## the test suite with its long tests, and new examples
 
 test-busy: $(READY)      ## ten times what starts processes in make test, while other work keeps every core busy
 	$(BIN)/python scripts/test_busy.py
+
+test-kernels: $(READY)   ## kernels for GPUs without a GPU: interpreted, against plain arithmetic; and compiled for an H200
+	$(BIN)/pip install --quiet -e '.[kernels]'
+	TRITON_INTERPRET=1 $(BIN)/pytest tests/training/test_kernels.py tests/rollout/test_cuda_kernels.py
+	$(BIN)/pytest tests/rollout/test_compiled.py
 
 test-page: $(READY)      ## the live page in a real browser; installs Playwright, and Chromium where there is none (Debian: as root)
 	$(BIN)/pip install --quiet -e '.[page]'

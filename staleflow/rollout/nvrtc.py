@@ -56,15 +56,15 @@ def load(code: bytes) -> ctypes.c_void_p:
     return module
 
 
+MOST_SHARED, LARGE_CLUSTERS = 8, 14
+"""Attributes of a kernel: the most shared memory it is launched with; clusters may have 16 blocks instead of 8."""
+
+
 def function(module: ctypes.c_void_p, name: bytes, shared_memory: int) -> ctypes.c_void_p:
     found = ctypes.c_void_p()
     checked(driver().cuModuleGetFunction(ctypes.byref(found), module, name))
-    dynamic_shared, large_clusters = (
-        8,
-        14,
-    )  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, ..._NON_PORTABLE_CLUSTER_...
-    checked(driver().cuFuncSetAttribute(found, dynamic_shared, shared_memory))
-    checked(driver().cuFuncSetAttribute(found, large_clusters, 1))  # of 16 blocks
+    checked(driver().cuFuncSetAttribute(found, MOST_SHARED, shared_memory))
+    checked(driver().cuFuncSetAttribute(found, LARGE_CLUSTERS, 1))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The engine on a GPU: the kernels against plain arithmetic, and whole runs against transformers."""
+"""The engine on a GPU: ways to decode against the plain one, and whole runs against transformers."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 from staleflow.rollout import few
 from staleflow.rollout.attention import PagedAttention
@@ -25,79 +24,9 @@ CUDA = torch.device("cuda")
 
 if torch.cuda.is_available():
     from staleflow.rollout import chain, cuda
-    from staleflow.rollout import cuda_kernels as kernels
 else:
     chain: Any = None
     cuda: Any = None
-    kernels: Any = None
-
-
-def attended(query: Any, entries: Any, tables: Any, lengths: Any, page: int) -> torch.Tensor:
-    kv_heads, heads = entries.shape[0] // 2, query.shape[1]
-    out = torch.zeros(query.shape, device=CUDA)
-    for row, length in enumerate(lengths.tolist()):
-        at = torch.arange(length, device=CUDA)
-        slots = tables[row].long()[at // page] * page + at % page
-        keys, values = entries[:, slots].float().repeat_interleave(heads // kv_heads, 0).chunk(2)
-        weights = torch.softmax(query[row].float()[:, None] @ keys.transpose(1, 2) * query.shape[2] ** -0.5, -1)
-        out[row] = (weights @ values)[:, 0]
-    return out.view(len(query), -1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "heads", "kv_heads", "size"), [(5, 6, 2, 32), (9, 14, 2, 64), (300, 12, 2, 128)])
-def test_attention_over_pages(rows: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
-    page, width = 32, 16
-    torch.manual_seed(rows)
-    query = torch.randn(rows, heads, size, device=CUDA).to(dtype)
-    entries = torch.randn(2 * kv_heads, (rows * width + 1) * page, size, device=CUDA).to(dtype)
-    tables = torch.randperm(rows * width, device=CUDA).int().view(rows, width)
-    lengths = torch.randint(1, width * page + 1, (rows,), device=CUDA, dtype=torch.int32)
-    found = kernels.attend(query, entries, tables, lengths, page, size**-0.5).float()
-    assert (found - attended(query, entries, tables, lengths, page)).abs().max() < (
-        1e-5 if dtype is torch.float32 else 2e-2
-    )
-
-
-def test_picking_follows_the_distribution() -> None:
-    torch.manual_seed(1)
-    logits = torch.randn(64, 151_936, device=CUDA) * 3
-    heat = torch.ones(64, device=CUDA)
-    heat[::3], heat[1::3] = 0, 0.7
-    uniforms = torch.rand(64, dtype=torch.float64, device=CUDA)
-    tokens = torch.empty(64, dtype=torch.int64, device=CUDA)
-    logprobs = kernels.pick(logits, heat, uniforms, tokens)
-    every = torch.log_softmax(logits.double() / torch.where(heat == 0, 1, heat)[:, None], -1)
-    drawn = (every.exp().cumsum(-1) <= uniforms[:, None]).sum(-1)
-    assert torch.equal(tokens, torch.where(heat == 0, logits.argmax(-1), drawn))
-    assert (logprobs - every.gather(1, tokens[:, None])[:, 0]).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("place", [0, 3000, 4999])
-def test_a_logit_that_is_no_number_shows_in_every_block_of_the_vocabulary(place: int) -> None:
-    """It did in the first one only: a damaged row of the head went unnoticed, and tokens behind it were never drawn."""
-    logits = torch.randn(4, 5000, device=CUDA)
-    logits[1:, place] = torch.tensor([torch.nan, torch.nan, torch.inf])
-    heat, uniforms = torch.tensor([1.0, 1.0, 0.0, 1.0], device=CUDA), torch.full((4,), 0.4, device=CUDA).double()
-    logprobs = kernels.pick(logits, heat, uniforms, torch.empty(4, dtype=torch.int64, device=CUDA))
-    assert torch.isfinite(logprobs).tolist() == [True, False, False, False]
-
-
-def test_the_gate_of_more_values_than_an_int_counts() -> None:
-    wide = 18_944
-    both = torch.zeros(2**31 // (2 * wide) + 2, 2 * wide, dtype=torch.bfloat16, device=CUDA)
-    both[-1].normal_()
-    assert torch.equal(kernels.gate(both)[-1:], kernels.gate(both[-1:].clone()))
-
-
-def test_norm_and_gate() -> None:
-    torch.manual_seed(2)
-    x, y, weight = torch.randn(3, 1536, device=CUDA), torch.randn(3, 1536, device=CUDA), torch.rand(1536, device=CUDA)
-    before = x.clone()
-    found = kernels.add_and_norm(x, y, weight, 1e-6)
-    assert torch.allclose(x, before + y)
-    assert torch.allclose(found, functional.rms_norm(before + y, (1536,), weight, 1e-6), atol=1e-5)
-    assert torch.allclose(kernels.gate(x), functional.silu(x[:, :768]) * x[:, 768:], atol=1e-5)
 
 
 class Decoding:

@@ -1,22 +1,16 @@
-"""Triton's kernels compute what the plain ones do. Without a GPU: TRITON_INTERPRET=1, where triton is installed."""
+"""Triton's kernels of the trainer compute what the plain ones do."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
+from staleflow.training.pieces import Layout, Sizes
+from tests.kernels import DEVICE, DTYPES, INTERPRETED, kernels_of
 from tests.training import plain_kernels as plain
 
-pytest.importorskip("triton")
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a GPU", allow_module_level=True)
-
-from staleflow.training import kernels
-from staleflow.training.pieces import Layout, Sizes
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KIND = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+kernels = kernels_of("staleflow.training.kernels")
+KIND = DTYPES[-1]
 ROWS, HIDDEN = 37, 48
 
 
@@ -90,7 +84,7 @@ def test_log_probabilities(temperature: float, entropic: bool) -> None:
     near([logits], [again])
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 @pytest.mark.parametrize("sizes", [([3, 1, 33], [0, 0, 0]), ([20, 19, 13, 6], [0, 11, 11, 0])], ids=["whole", "shared"])
 def test_attention(sizes: tuple[list[int], list[int]]) -> None:
     torch.manual_seed(0)
@@ -106,7 +100,7 @@ def test_attention(sizes: tuple[list[int], list[int]]) -> None:
         assert (one - other).float().norm() < 2e-2 * other.float().norm()
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 def test_sums_of_products() -> None:
     torch.manual_seed(0)
     left, right, gradient = random(ROWS, 16), random(ROWS, 24), random(16, 24, kind=torch.float32)
