@@ -192,17 +192,18 @@ def test_the_trainers_kernels_compile_and_fit(model: str, launched: list[Any], t
 
     _, heads, kv_heads, size = config.geometry
     residual, weight, scaled = floats(rows, config.hidden), floats(config.hidden), halves(rows, config.hidden)
-    turns = floats(rows, size // 2), floats(rows, size // 2)
+    turns, each = (floats(rows, size // 2), floats(rows, size // 2)), floats(rows)
     for branch in (None, scaled):
         kernels.add_norm(residual, branch, weight, 1e-6, half)
     for gradient in (None, residual):
-        kernels.norm_backward(scaled, scaled, floats(rows), weight, gradient, floats(kernels.PROGRAMS, config.hidden))
+        kernels.norm_backward(scaled, scaled, each, weight, gradient, floats(kernels.PROGRAMS, config.hidden))
     kernels.rotate(halves(rows, heads + 2 * kv_heads, size), *turns, heads + kv_heads)
-    kernels.rotate_back(halves(rows, heads, size), *(halves(rows, kv_heads, size) for _ in "kv"), *turns)
+    keys = halves(rows, kv_heads, size)
+    kernels.rotate_back(halves(rows, heads, size), keys, keys, *turns)
     kernels.swiglu(halves(rows, 2 * config.intermediate))
     kernels.swiglu_backward(halves(rows, 2 * config.intermediate), halves(rows, config.intermediate))
     logits, targets = halves(rows, config.vocabulary), torch.zeros(rows, dtype=torch.int64)
     kernels.log_probs(logits, targets, 0.7)
-    for d_entropies in (None, floats(rows)):
-        kernels.log_probs_backward(logits, targets, *(floats(rows) for _ in "eto"), d_entropies, 0.7)
+    for d_entropies in (None, each):
+        kernels.log_probs_backward(logits, targets, each, each, each, d_entropies, 0.7)
     assert fit(launched, usage)
