@@ -5,8 +5,10 @@ one token for each sequence, or (``attend_spans``) spans of tokens that are cut 
 ``attention.py`` says: ``[2 * kv_heads, slots, head_dim]``, keys first, a slot being ``page * page_size + offset``.
 """
 
-# Triton's language is not typed, and a kernel's pointers are not tensors.
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# Triton's language is not typed, a kernel's pointers are not tensors, and where it is installed its own types
+# are those of the inside of a kernel.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportReturnType=false
 
 import torch
 import triton

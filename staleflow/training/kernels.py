@@ -5,8 +5,9 @@ of these is one kernel, computes in float32, and works in place where nothing is
 ``logprobs.py`` say what they are for; shapes are theirs: L tokens of a pass, H hidden, T generated ones, V vocabulary.
 """
 
-# Triton's language is not typed, and a kernel's pointers are not tensors.
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# Triton's language is not typed, a kernel's pointers are not tensors, and where it is installed its own types
+# are those of the inside of a kernel.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 
 from typing import Any
 
