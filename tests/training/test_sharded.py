@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -99,6 +100,18 @@ def test_a_rank_that_has_no_row_makes_empty_passes(three: RankProcesses) -> None
     for parameters, _, _ in three.call(updated, options, steps, [1, 1]):
         for one, other in zip(trainer.parameters, parameters, strict=True):
             assert torch.allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_ranks_are_fed_a_group_of_which_nothing_is_trained(two: RankProcesses) -> None:
+    """Episodes that were cut off count for the others of their group and are not trained: all ranks ended on one of
+    nothing else."""
+    options, (group, other) = TrainerOptions(0, learning_rate=1e-2, skip_no_signal=False), groups_of(2, 3)
+    cut = [msgspec.structs.replace(row, masked=True) for row in group]
+    trainer = Trainer(model_of(), options)
+    fed(trainer, [cut, other], [1, 1])
+    for parameters, _, _ in two.call(updated, options, [[cut, other]], [1, 1]):
+        for one, other_one in zip(trainer.parameters, parameters, strict=True):
+            assert torch.allclose(one, other_one, rtol=0, atol=1e-5)
 
 
 def test_each_of_two_ranks_holds_about_half_of_weights_gradients_and_moments(two: RankProcesses) -> None:
