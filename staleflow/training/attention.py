@@ -111,15 +111,29 @@ def _one_by_one(states: tuple[Tensor, Tensor, Tensor], pieces: Pieces, how: dict
     if (context := pieces.context) is not None:
         before, counts = context.before, [own + seen for own, seen in zip(pieces.lengths, context.before, strict=True)]
         key, value = (each.index_select(2, context.where_K) for each in (key, value))
+    masks = _masks(query, pieces.lengths, before)
     parts = zip(query.split(pieces.lengths, 2), key.split(counts, 2), value.split(counts, 2), before, strict=True)
-    return torch.cat([_one(*part, how) for part in parts], 2)
+    return torch.cat([_one(*part, masks, how) for part in parts], 2)
 
 
-def _one(query: Tensor, key: Tensor, value: Tensor, before: int, how: dict[str, Any]) -> Tensor:
+def _masks(query: Tensor, lengths: list[int], before: list[int]) -> dict[int, Tensor]:
+    """By the tokens that pieces see before their own: a mask for the longest of them, of which others take a corner.
+
+    Those are numbers and not truth values, of which each call would make numbers of its own and keep them."""
+    longest: dict[int, int] = {}
+    for own, seen in zip(lengths, before, strict=True):
+        if seen:
+            longest[seen] = max(own, longest.get(seen, 0))
+    return {seen: query.new_full((own, seen + own), -torch.inf).triu_(seen + 1) for seen, own in longest.items()}
+
+
+def _one(
+    query: Tensor, key: Tensor, value: Tensor, before: int, masks: dict[int, Tensor], how: dict[str, Any]
+) -> Tensor:
     if not before:
         return scaled_dot_product_attention(query, key, value, is_causal=True, **how)
-    sees = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril_(before)
-    return scaled_dot_product_attention(query, key, value, attn_mask=sees, **how)
+    mask = masks[before][: query.shape[2], : key.shape[2]]
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, **how)
 
 
 AttentionInterface.register(NAME, attention)

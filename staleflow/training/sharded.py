@@ -111,7 +111,8 @@ class ShardedTrainer(Trainer):
         mine = given[self.ranks.rank]
         mine_N = torch.zeros(len(rows), dtype=torch.bool)
         mine_N[mine] = True
-        mine_T = mine_N.repeat_interleave(torch.tensor([row.made for row in rows], dtype=torch.int64))  # also of no rows
+        made_N = torch.tensor([row.made for row in rows], dtype=torch.int64)  # there may be no rows
+        mine_T = mine_N.repeat_interleave(made_N)
 
         def batches() -> Iterator[MicroBatch | None]:
             made = 0

@@ -121,6 +121,20 @@ def test_many_short_responses_to_a_long_prompt_keep_no_more_for_a_token_than_who
     assert recomputed or bytes_by_token[1] < 1.5 * bytes_by_token[0]
 
 
+@quick(10)
+@given(prompt=st.integers(40, 80), response=st.integers(60, 120))
+def test_long_responses_that_share_a_prompt_keep_no_more_for_a_token_than_whole_rows(
+    prompt: int, response: int
+) -> None:
+    """Attention kept a mask of numbers for each response in each layer."""
+    model, rows, bytes_by_token = model_of("llama", tied=True), rows_of([(prompt, [response] * 6)]), list[float]()
+    for share in (False, True):
+        (batch,) = passes(rows, 10**6, share=share)
+        bytes_by_token.append(kept(model, batch)[0] / batch.tokens_L.numel())
+    whole, shared = bytes_by_token
+    assert shared < 1.2 * whole
+
+
 def test_short_prompts_and_lone_rows_are_left_whole() -> None:
     for shape in [(1, [3, 4]), (2, [20, 20]), (30, [5])]:
         assert not any(Sizes.of(rows_of([shape])).shared), shape
