@@ -14,6 +14,7 @@ either into the numbered prompts of a run::
 import importlib
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,11 @@ def read_jsonl(path: str | Path, prompt: str = "prompt", answer: str | None = "a
     problems: list[Problem] = []
     with _existing(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
+            text = line.removeprefix(BOM_UTF8).strip()
+            if not text:
                 continue
             try:
-                row = json.loads(line.decode("utf-8-sig"))
+                row = json.loads(text.decode())
             except (ValueError, RecursionError) as error:
                 raise TaskError(f"{path}, line {number}: not valid JSON ({error}): write one object per line") from None
             if not isinstance(row, dict):

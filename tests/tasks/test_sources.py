@@ -67,8 +67,10 @@ def test_a_prompt_can_be_made_of_several_columns(tmp_path: Path) -> None:
 def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     """As editors on Windows write it, with their line ends; the first line was refused as not being JSON."""
     path = tmp_path / "data.jsonl"
-    path.write_bytes("\r\n".join(map(json.dumps, ROWS)).encode("utf-8-sig"))
-    assert [problem.facts for problem in read_jsonl(path, "question")] == ROWS
+    rows = "\r\n".join(map(json.dumps, ROWS))
+    for before in ("", "\r\n"):  # a blank line that holds nothing but the mark is blank
+        path.write_bytes(f"{before}{rows}".encode("utf-8-sig"))
+        assert [problem.facts for problem in read_jsonl(path, "question")] == ROWS
 
 
 @pytest.mark.parametrize(
