@@ -43,7 +43,7 @@ from staleflow.run.checkpoints import Choice, newest
 from staleflow.run.directory import RunDirectory
 from staleflow.run.environment import write_environment
 from staleflow.run.processes import processes
-from staleflow.run.resuming import Prepared, outlook, prepared, resumable
+from staleflow.run.resuming import outlook, prepared, resumable
 from staleflow.runtime.local.supervisor import NO_ROOM, Supervisor, supervised
 from staleflow.servers.database import JournalError
 from staleflow.tasks.task import Problem
@@ -178,12 +178,12 @@ def train(
 
     model = model_folder(config.model, config.cache, config.seed, lambda step, loss: _warming(step, loss, out))
     task = open_task(config.data, source, model, config.seed, config.evaluation.problems)
-    ready = Prepared()
+    checkpoint = None
     if directory is None or choice is None:
         directory = held.enter_context(RunDirectory.create(config, Path(name).stem).owned())
         write_environment(directory, ["staleflow", *sys.argv[1:]])
     else:
-        ready = prepared(directory, config, choice, task.fingerprint, model)
+        checkpoint = prepared(directory, config, choice, task.fingerprint, model)
     caller.tell(caller.RUN, str(directory.path))
     say(f"run {directory.path}")
     if port is None:
@@ -205,8 +205,7 @@ def train(
         from staleflow.runtime.ray.site import RaySite
 
         site = RaySite(directory, config)
-    told = (ready.checkpoint, show, view.note, supervisor, site, ready.outdated)
-    run = LocalRun(config, directory, model, task, cost, *told)
+    run = LocalRun(config, directory, model, task, cost, checkpoint, show, view.note, supervisor, site)
     try:
         with beside(directory, port, out):
             summary = run_patiently(run.execute())

@@ -4,7 +4,7 @@ refused: before anything heavy is loaded, and before anything is written.
     outlook(directory, config).text()       # how far the run is; reads names, metrics.jsonl and summary.json
     with directory.owned():
         choice = resumable(directory, config)                                       # reads checkpoints, config.yaml
-        ready = prepared(directory, config, choice, task.fingerprint, model)        # reads the base model, then writes
+        checkpoint = prepared(directory, config, choice, task.fingerprint, model)   # reads the base model, then writes
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from staleflow.config import Config
-from staleflow.config.resuming import outdated
 from staleflow.errors import RunError, StaleFlowError
 from staleflow.observe.metrics import read_metrics
 from staleflow.run.checkpoints import Choice, choose, newest, set_aside, wrong_with
@@ -92,16 +90,8 @@ def resumable(directory: RunDirectory, config: Config) -> Choice:
     return choice
 
 
-class Prepared(NamedTuple):
-    checkpoint: Path | None = None
-    outdated: frozenset[str] = frozenset()
-    """Roles whose processes, if an attempt before this one left any, were started with other settings."""
-
-
-def prepared(directory: RunDirectory, config: Config, choice: Choice, data: str, model: Path) -> Prepared:
-    """Once data and base model are those that the checkpoint was made with. The directory is ready then."""
+def prepared(directory: RunDirectory, config: Config, choice: Choice, data: str, model: Path) -> Path | None:
+    """The checkpoint, once data and base model are those that it was made with. What is damaged is out of the way."""
     refuse_other_origin(choice.folder or directory.path, config, data, model)
     set_aside(choice)
-    _, before = RunDirectory.existing(directory.path)
-    directory.write_config(config)
-    return Prepared(choice.folder, outdated(before, config))
+    return choice.folder

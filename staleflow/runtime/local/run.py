@@ -20,13 +20,14 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from staleflow.config import Config
+from staleflow.config.resuming import outdated
 from staleflow.coordinator.cost import CostModel
 from staleflow.errors import INTERRUPTED, StaleFlowError
 from staleflow.reward.pool import PoolPort, RewardPool
@@ -37,6 +38,7 @@ from staleflow.run.incidents import Incidents
 from staleflow.run.journalled import JournalledRecord
 from staleflow.run.opening import KEPT_BYTES, Opened, open_state
 from staleflow.run.origin import ORIGIN, origin_of, write_origin
+from staleflow.run.processes import Process
 from staleflow.run.record import Record, sizes
 from staleflow.run.samples import Samples
 from staleflow.run.signals import Signals
@@ -95,11 +97,10 @@ class LocalRun:
         tell: Callable[[str], None] = lambda _: None,
         supervisor: Supervisor | None = None,
         site: LocalSite | None = None,
-        outdated: Collection[str] = (),
     ) -> None:
         """``cost`` is a first guess of what a decoding step takes; ``show`` is called a few times a second; ``tell``
         gets a line for everything that goes wrong; ``supervisor``: of this process; ``site``: where the others are, by
-        default on this machine; ``outdated``: roles whose processes are not adopted, for their settings changed."""
+        default on this machine."""
         self.config = config
         self.directory = directory
         self.site = site or LocalSite(directory, config)
@@ -117,7 +118,6 @@ class LocalRun:
         self.model = model
         self._cost = cost
         self._checkpoint = checkpoint
-        self._outdated = outdated
         self._origin = origin_of(config, task.fingerprint, model)
         self.steps = StepLog(directory.metrics)
         self._decisions = DecisionLog(directory.decisions, on_trouble=self.incidents.note)
@@ -237,8 +237,7 @@ class LocalRun:
     def _opened(self) -> Opened:
         """Where the run is. Processes of an attempt before this one stay if it continues with what they hold."""
         found = self.site.left()
-        left = [each for each in found if each.role not in self._outdated]
-        self.site.end(each for each in found if each not in left)
+        left = self._up_to_date(found)
         trainer_there = any(each.name == "trainer" for each in left)
         opened = open_state(self.config, self.directory, self.task, self._checkpoint, trainer_there)
         self.in_place = bool(left) and opened.standby
@@ -254,6 +253,15 @@ class LocalRun:
         else:
             write_origin(self.directory, self._origin)
         return opened
+
+    def _up_to_date(self, found: list[Process]) -> list[Process]:
+        """Those that do what the configuration says. The others end before it is written: a control plane after this
+        one could not tell them from the rest."""
+        _, before = RunDirectory.existing(self.directory.path)
+        changed = outdated(before, self.config)
+        self.site.end(each for each in found if each.role in changed)
+        self.directory.write_config(self.config)
+        return [each for each in found if each.role not in changed]
 
     def _open(self, opened: Opened) -> None:
         config = self.config

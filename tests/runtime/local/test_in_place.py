@@ -1,14 +1,19 @@
 """The control plane is killed, and another takes over in place: processes stay, nothing is lost or made again."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from staleflow.config.costs import costs_from_geometry
 from staleflow.observe.metrics import read_metrics
 from staleflow.run.directory import RunDirectory
+from staleflow.run.processes import Process
+from staleflow.runtime.local.run import LocalRun
+from staleflow.runtime.local.site import LocalSite
 from tests.runtime.local.command import Training
 from tests.runtime.local.synchronous import train
-from tests.runtime.local.test_run import GROUPS, committed, configured, model, plain
+from tests.runtime.local.test_run import GROUPS, committed, configured, model, plain, task_of
 
 __all__ = ["model"]
 pytestmark = pytest.mark.processes
@@ -96,3 +101,23 @@ def test_a_resume_with_other_settings_of_a_role_replaces_the_processes_that_were
     rows = read_metrics(run.run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(8))
     assert run.roles == {}
+
+
+def test_processes_started_with_other_settings_end_before_the_new_ones_are_written(model: Path, tmp_path: Path) -> None:
+    """A control plane that died in between was followed by one that took them for processes with the new settings."""
+    before, after = (configured(model, tmp_path / "runs", f"training.micro_tokens={count}") for count in (512, 64))
+    directory, ended = RunDirectory.create(before, "test"), list[tuple[set[str], int]]()
+
+    class Left(LocalSite):
+        def left(self) -> list[Process]:
+            return [Process(name, 1, 0, 0, directory.path) for name in ("trainer", "i0", "evaluator")]
+
+        def end(self, left: Iterable[Process]) -> None:
+            _, written = RunDirectory.existing(directory.path)
+            ended.append(({each.name for each in left}, written.training.micro_tokens))
+
+    site = Left(directory, after)
+    run = LocalRun(after, directory, model, task_of(after, model), costs_from_geometry(after), site=site)
+    run._opened().journal.close()  # pyright: ignore[reportPrivateUsage]
+    assert ended[0] == ({"trainer"}, 512)
+    assert RunDirectory.existing(directory.path)[1] == after
