@@ -8,7 +8,10 @@ A pure function of the configuration, the model's sizes and the machine. Weights
 exact; activations and PyTorch's own memory are estimates, marked "about".
 """
 
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from math import ceil
 from typing import Any
 
@@ -33,6 +36,10 @@ PAYLOAD_BYTES = 8
 """A token and its log-probability."""
 TRAJECTORY_SHARE = 4
 """The trajectory server takes at most the free memory divided by this."""
+FEWEST = 256
+"""A trainer is not told to take fewer ``training.micro_tokens``: it would be slow."""
+Change = tuple[str, str, Any]
+"""Section, setting, value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +133,17 @@ class Estimate:
             fitting = (has - (need - instances * self.instance)) // self.instance
             if fitting >= 1:
                 return f"{said}: give rollout.instances={fitting} instead of {instances}, or a lower rollout.kv_tokens"
-        return (
-            f"{said}: give a smaller model, rollout.kv_tokens={self.config.rollout.kv_tokens // 2}, or another device"
-        )
+        every = [each for each in _lighter(self.config) if self._needed_with([each[0]], device) < need]
+        found = [next((one for one in each if self._needed_with([one], device) <= has), None) for each in every]
+        if fixes := [each for each in found if each is not None]:
+            return f"{said}: give {', '.join(_words(fixes))}, a smaller model or another device"
+        first = [each[0] for each in every]
+        together = f"{' '.join(_words(first))} together, " if self._needed_with(first, device) <= has else ""
+        return f"{said}: give {together}a smaller model or another device"
+
+    def _needed_with(self, changes: Sequence[Change], device: str) -> int:
+        config = reduce(_changed, changes, self.config)
+        return replace(self, config=config, parts=_parts(config, self.sizes, self.machine)).needed(device)
 
     def facts(self) -> dict[str, Any]:
         """The same as plain values, for ``--json``."""
@@ -175,9 +190,40 @@ def estimate(config: Config, machine: Machine | None = None) -> Estimate:
     """What a run needs on this machine, or on another. ``ConfigError`` if there is no such model."""
     sizes = sizes_of(config)
     machine = machine or this_machine()
+    return Estimate(config, sizes, machine, _parts(config, sizes, machine))
+
+
+def _parts(config: Config, sizes: Sizes, machine: Machine) -> tuple[MemoryUse, ...]:
     limit = trajectory_bytes(config, machine.memory)
-    parts = (*_rollout(config, sizes), *_trainer(config, sizes), *_rest(config, sizes, limit))
-    return Estimate(config, sizes, machine, parts)
+    return (*_rollout(config, sizes), *_trainer(config, sizes), *_rest(config, sizes, limit))
+
+
+def _lighter(config: Config) -> Iterator[list[Change]]:
+    """What may be tried to make it fit: values of settings that change no update, the least change first."""
+    training, rollout = config.training, config.rollout
+    if training.device != "cpu" and training.ranks == 1:
+        yield [("training", "offload_moments", True)]
+    yield [("training", "micro_tokens", each) for each in _halves(training.micro_tokens, FEWEST)]
+    yield [("training", "activation_checkpointing", True)]
+    least = config.longest_prompt + config.longest_response + config.strategies.headroom
+    yield [("rollout", "kv_tokens", each) for each in _halves(rollout.kv_tokens, max(least, rollout.max_running))]
+
+
+def _halves(value: int, least: int) -> Iterator[int]:
+    """At least one."""
+    while True:
+        yield (value := max(value // 2, least))
+        if value == least:
+            return
+
+
+def _words(changes: Sequence[Change]) -> list[str]:
+    return [f"{section}.{setting}={json.dumps(value)}" for section, setting, value in changes]
+
+
+def _changed(config: Config, change: Change) -> Config:
+    section, setting, value = change
+    return replace(config, **{section: replace(getattr(config, section), **{setting: value})})
 
 
 def settled(config: Config, machine: Machine) -> tuple[Config, str]:

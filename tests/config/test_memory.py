@@ -98,6 +98,30 @@ def test_moments_that_are_kept_off_a_gpu_are_8_bytes_of_each_parameter(tmp_path:
     assert there == -here == 8 * read_sizes("qwen-0.5b", SHAPES["qwen-0.5b"]).parameters
 
 
+def test_what_does_not_fit_on_a_gpu_is_told_what_is_enough_by_itself_or_together(tmp_path: Path) -> None:
+    """A trainer with a GPU of its own was told to give fewer ``rollout.kv_tokens``, which changed nothing."""
+    write("qwen-0.5b", tmp_path)
+
+    def fix(device: str, free: int) -> str:
+        config = Config(model=str(tmp_path), training=Training(device=device, micro_tokens=16_384))
+        config = replace(config, rollout=replace(config.rollout, device="cuda"))
+        found = estimate(config, replace(MACHINE, gpus=(free * 2**30, free * 2**30))).problem
+        assert found is not None
+        return found.partition(": give ")[2].removesuffix("a smaller model or another device")
+
+    moments, micro, again = (
+        "training.offload_moments=true",
+        "training.micro_tokens=8192",
+        "training.activation_checkpointing=true",
+    )
+    assert fix("cuda:1", 18) == f"{moments}, {micro}, {again}, "
+    assert fix("cuda:1", 13) == f"training.micro_tokens=4096, {again}, "
+    assert fix("cuda", 18) == f"{moments} {micro} {again} rollout.kv_tokens=32768 together, "
+    assert fix("cuda:1", 3) == ""
+    said = estimate(load(None, ["rollout.kv_tokens=100000000"]), MACHINE).problem or ""
+    assert said.endswith("give rollout.kv_tokens=6250000, a smaller model or another device")
+
+
 def test_ranks_share_the_state_of_the_trainer_and_need_a_gpu_each(tmp_path: Path) -> None:
     """On the CPU the shares add up to what one process needs; on GPUs each rank has its own."""
     write("qwen-0.5b", tmp_path)
