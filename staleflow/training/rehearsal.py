@@ -23,7 +23,8 @@ def rehearse(trainer: Trainer) -> None:
 
 
 def _group(tokens: int, longest: int, version: int) -> list[Row]:
-    """About this many tokens in rows shorter than ``longest``, every second of which is right."""
+    """About this many tokens in rows shorter than ``longest``, every second of which is right. Neighbours have other
+    prompts: what rows share would be computed once, and the pass would not be full."""
     first = max(2, min(longest, tokens // 2) - 8)
     other = min(first, max(2, (tokens - first) // (MEMBERS - 1) - 8))
     lengths = [first] + [other] * max(MEMBERS - 1, (tokens - first) // (other + 8))
@@ -33,4 +34,4 @@ def _group(tokens: int, longest: int, version: int) -> list[Row]:
 def _row(at: int, length: int, version: int) -> Row:
     made = length - length // 2
     zeros = np.zeros(made)
-    return Row.of(f"rehearsal/{at}", np.zeros(length // 2), zeros, zeros - 1, [(version, made)], float(at % 2))
+    return Row.of(f"rehearsal/{at}", np.full(length // 2, at % 2), zeros, zeros - 1, [(version, made)], float(at % 2))

@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from staleflow.training.clock import CpuClock
 from staleflow.training.micro_batches import forward, micro_batches
-from staleflow.training.rehearsal import rehearse
+from staleflow.training.pieces import Sizes
+from staleflow.training.rehearsal import _group, rehearse  # pyright: ignore[reportPrivateUsage]
 from staleflow.training.trainer import GroupRows, StalenessError, Trainer, TrainerOptions
 from staleflow.types import Row
 
@@ -372,6 +373,12 @@ def test_a_model_learns_what_is_rewarded(base: Any) -> None:
         if report.updates:  # once all are rewarded, none is computed
             assert report.metrics["logprob_difference_max"] < 1e-3
     assert float(chance()[7]) > max(0.5, 3 * before)
+
+
+@pytest.mark.parametrize("tokens", [512, 4096, 8192, 16_384])
+def test_a_full_pass_is_rehearsed_full_where_rows_share_their_prompts(tokens: int) -> None:
+    """It held half as many tokens: all rows had one prompt."""
+    assert 0.85 * tokens < Sizes.of(_group(tokens, 512, version=0)).total <= tokens
 
 
 def test_a_rehearsed_trainer_makes_the_same_update(base: Any) -> None:
