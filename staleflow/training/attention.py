@@ -28,6 +28,8 @@ HEAD = 8
 KEPT = 8
 """Keys for each token of a pass: where its pieces see more than that, each layer gathers them again for the gradients
 and does not keep them. Many short responses to a long prompt would take several times the memory of their tokens."""
+ALIGNED = 16
+"""Numbers of which a row of a mask must be a multiple."""
 FLASH_NEAR = 0.05
 """What bfloat16 makes of values around 1."""
 
@@ -119,12 +121,14 @@ def _one_by_one(states: tuple[Tensor, Tensor, Tensor], pieces: Pieces, how: dict
 def _masks(query: Tensor, lengths: list[int], before: list[int]) -> dict[int, Tensor]:
     """By the tokens that pieces see before their own: a mask for the longest of them, of which others take a corner.
 
-    Those are numbers and not truth values, of which each call would make numbers of its own and keep them."""
+    Those are numbers and not truth values, of which each call would make numbers of its own and keep them. On a GPU
+    rows of a mask must be ``ALIGNED``."""
     longest: dict[int, int] = {}
     for own, seen in zip(lengths, before, strict=True):
         if seen:
             longest[seen] = max(own, longest.get(seen, 0))
-    return {seen: query.new_full((own, seen + own), -torch.inf).triu_(seen + 1) for seen, own in longest.items()}
+    wide = {seen: -(-(seen + own) // ALIGNED) * ALIGNED for seen, own in longest.items()}
+    return {seen: query.new_full((own, wide[seen]), -torch.inf).triu_(seen + 1) for seen, own in longest.items()}
 
 
 def _one(
