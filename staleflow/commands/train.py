@@ -113,12 +113,14 @@ def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) 
             return 0
     if before is None:
         machine = this_machine()
-        there = directory is not None and any(processes(directory.path))  # those to adopt need no further room
-        there |= config.runtime == "ray" and bool(config.ray.joins)  # other machines have the room
-        config, note = (config, "") if there else settled(config, machine)
+        there = None
+        if directory is not None and any(processes(directory.path)):
+            _, there = RunDirectory.existing(directory.path)
+        joins = config.runtime == "ray" and bool(config.ray.joins)  # other machines have the room
+        config, note = (config, "") if there or joins else settled(config, machine)
         if options.dry_run:
             dry_run(config, machine, options.json)
-        check(config, machine, room=not there)
+        check(config, machine, room=not joins, there=there)
         if note:
             print(f"staleflow: {note}", file=sys.stderr)
     if options.dry_run:

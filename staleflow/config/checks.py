@@ -16,7 +16,7 @@ from typing import Any
 
 from staleflow.config import ray
 from staleflow.config.machine import Machine
-from staleflow.config.memory import estimate
+from staleflow.config.memory import Estimate, estimate
 from staleflow.config.rules import mismatches, refuse_values
 from staleflow.config.schema import Config
 from staleflow.config.sizes import Sizes, sizes_of
@@ -32,14 +32,20 @@ from staleflow.tasks.sources import columns, wrong_messages
 from staleflow.training.options import LOSSES, Training
 
 
-def check(config: Config, machine: Machine | None = None, room: bool = True) -> None:
-    """Refuse a run that cannot work, with one line that says what to change; ``room``: also for want of memory."""
+def check(config: Config, machine: Machine | None = None, room: bool = True, there: Config | None = None) -> None:
+    """Refuse a run that cannot work, with one line that says what to change; ``room``: also for want of memory.
+    ``there``: the configuration with which its processes run already, in memory that is not free."""
     try:
         _check(config)
-        if room and (problem := estimate(config, machine).problem) is not None:
+        if room and (problem := _needs(config, machine, there).problem) is not None:
             raise ConfigError(problem)
     except ConfigError as error:
         raise ConfigError(one_line(error)) from None
+
+
+def _needs(config: Config, machine: Machine | None, there: Config | None) -> Estimate:
+    needs = estimate(config, machine)
+    return needs if there is None else needs.in_place_of(estimate(there, machine))
 
 
 def _check(config: Config) -> None:

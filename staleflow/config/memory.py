@@ -108,6 +108,12 @@ class Estimate:
                 return self._too_much(device, has)
         return None
 
+    def in_place_of(self, before: "Estimate") -> "Estimate":
+        """With the room, too, of processes that are there already and are adopted or replaced."""
+        gpus = tuple(free + before.needed(f"cuda:{at}") for at, free in enumerate(self.machine.gpus))
+        machine = replace(self.machine, memory=self.machine.memory + before.needed(), gpus=gpus)
+        return replace(self, machine=machine)
+
     def problem_of_more(self, count: int) -> str | None:
         """Why there is no room for ``count`` instances beside what runs already; None if there is."""
         wanted = self.config.rollout.instances

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.cli import main
-from staleflow.config import load, to_yaml
+from staleflow.commands import train
+from staleflow.config import Machine, estimate, load, to_yaml
 from staleflow.run import resuming
 from staleflow.run.directory import RunDirectory
+from staleflow.run.processes import Process
 from staleflow.run.record import Record
 from staleflow.run.resuming import outlook
 from staleflow.run.state import STATE, pack_state
@@ -64,6 +66,23 @@ def test_a_resume_of_a_finished_run_says_so_and_changes_no_byte(
     assert f"--resume {finished.path} steps={2 * STEPS}" in text
     if "--json" in words:
         assert json.loads(said.out)["steps"] == STEPS
+
+
+def test_a_resume_beside_its_processes_is_refused_if_it_wants_more_than_they_have_and_is_free(
+    finished: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where processes were left it was not asked how much there is: instances died of their ``kv_tokens``, six times
+    each, and took other processes of the machine with them."""
+    needed = estimate(load(None, []), Machine(2, 2**33)).needed()
+    monkeypatch.setattr(train, "this_machine", lambda: Machine(cores=2, memory=2**30))
+    monkeypatch.setattr(train, "processes", lambda _: iter([Process("i0", 1, 0, 0, finished.path)]))
+    monkeypatch.setattr(train, "train", lambda *_: {"interrupted": False})
+    assert needed > 2**30
+    for tokens, code in (("65536", 0), ("10000000", 2)):
+        assert (
+            main(["train", "--resume", str(finished.path), f"steps={2 * STEPS}", f"rollout.kv_tokens={tokens}"]) == code
+        )
+    assert "the run needs" in capsys.readouterr().err
 
 
 @pytest.mark.processes
