@@ -74,7 +74,7 @@ def _file(source: str) -> Tree:
     if path.suffix.lower() not in ENDINGS or not path.is_file():
         raise ConfigError(_not_there(source, path))
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         tree = msgspec.to_builtins(tomllib.loads(text) if path.suffix.lower() == ".toml" else parse(text))
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError(f"{source} cannot be read ({error}): correct it there") from None

@@ -51,6 +51,14 @@ def test_no_source_is_the_laptop_preset() -> None:
     assert (config.evaluation.every, config.evaluation.problems) == (5, 512)
 
 
+@pytest.mark.parametrize("name", ["a.toml", "a.yaml"])
+def test_a_file_of_settings_with_a_byte_order_mark_is_read(name: str, tmp_path: Path) -> None:
+    """As editors on Windows write it; TOML was refused for an invalid statement at its first column."""
+    file = tmp_path / name
+    file.write_text("staleness = 1\n" if name == "a.toml" else "staleness: 1\n", encoding="utf-8-sig")
+    assert load(str(file), []).staleness == 1
+
+
 def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('preset = "laptop"\nstaleness = 1\n[training]\nbetas = [0.8, 0.9]\n')
     (tmp_path / "a.yaml").write_text("preset: laptop\nstaleness: 1\ntraining: {betas: [0.8, 0.9]}\n")
