@@ -96,7 +96,7 @@ def _begun(options: argparse.Namespace, supervisor: Supervisor) -> int:
 def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) -> int:
     wanted = given_settings(options)
     before = supervisor.run if supervisor is not None else None
-    if options.resume:
+    if options.resume and not (supervisor is not None and supervisor.stored):
         directory, config = _resumed(Path(options.resume), wanted.source, wanted.words)
     elif before is not None:
         directory, config = RunDirectory.existing(before)

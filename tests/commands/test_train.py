@@ -117,7 +117,7 @@ def test_a_control_plane_killed_while_a_resume_loads_is_followed_by_another_with
     monkeypatch.setattr("staleflow.commands.train.train", killed)
     options = parse(["train", "--resume", str(run), "steps=77"])
     for before in (None, run):
-        supervisor = SimpleNamespace(run=before, tell=told.append)
+        supervisor = SimpleNamespace(run=before, stored=False, tell=told.append)
         with pytest.raises(SystemExit):
             run_once(options, supervisor)  # type: ignore[arg-type]
     assert told == [run]
@@ -199,6 +199,6 @@ def test_a_disk_that_is_full_at_the_beginning_is_waited_for_only_where_there_is_
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(train, "run_once", full)
-    supervisor = Supervisor(-1, -1, Path("run") if told else None, ())
+    supervisor = Supervisor(-1, -1, Path("run") if told else None)
     with nullcontext() if told else pytest.raises(OSError, match="No space"):
         assert train._begun(argparse.Namespace(), supervisor) == NO_ROOM

@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staleflow.cli import main
+from staleflow.cli import main, parse
 from staleflow.commands import train
-from staleflow.config import Machine, estimate, load, to_yaml
+from staleflow.config import Config, Machine, estimate, load, to_yaml
 from staleflow.run import resuming
 from staleflow.run.directory import RunDirectory
 from staleflow.run.processes import Process
 from staleflow.run.record import Record
 from staleflow.run.resuming import outlook
 from staleflow.run.state import STATE, pack_state
+from staleflow.runtime.local.supervisor import Supervisor
 from staleflow.training.checkpoints import save
 from tests.run.test_checkpoints import new_server, new_trainer
 
@@ -83,6 +84,25 @@ def test_a_resume_beside_its_processes_is_refused_if_it_wants_more_than_they_hav
             main(["train", "--resume", str(finished.path), f"steps={2 * STEPS}", f"rollout.kv_tokens={tokens}"]) == code
         )
     assert "the run needs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_what_was_scaled_since_a_resume_stays_when_its_control_plane_dies(
+    finished: RunDirectory, monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    """The next one applied the words of the command again."""
+    words = ["train", "--resume", str(finished.path), f"steps={2 * STEPS}", "rollout.instances=3"]
+    begun: list[int] = []
+
+    def trained(config: Config, *_: object) -> dict[str, bool]:
+        begun.append(config.rollout.instances)
+        return {"interrupted": False}
+
+    monkeypatch.setattr(train, "train", trained)
+    scaled = load(str(finished.config_file), [f"steps={2 * STEPS}", "rollout.instances=4"])
+    finished.write_config(scaled)
+    assert train.run_once(parse(words), Supervisor(-1, -1, finished.path, stored)) == 0
+    assert begun == [4 if stored else 3]
 
 
 @pytest.mark.processes

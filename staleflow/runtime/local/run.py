@@ -160,6 +160,7 @@ class LocalRun:
             ]
             if self._supervisor is not None:
                 self._supervisor.tell(self.directory.path)
+                self._supervisor.tell_stored()
                 self._supervisor.attend(self._interrupt, self.crew.reaped)
             try:
                 await self._run()

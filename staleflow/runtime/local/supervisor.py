@@ -36,7 +36,7 @@ from staleflow.runtime.watchdog import Watchdog
 ASKED = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
 """Who dies of one of these was asked to."""
 PR_SET_CHILD_SUBREAPER = 36
-STOP, MOVES, LEAVES = "stop", "moves", "leaves"
+STOP, MOVES, LEAVES, STORED = "stop", "moves", "leaves", "stored"
 BEAT_S = 1.0
 HUNG_S = 60.0
 CONTROL = "the control plane"
@@ -55,9 +55,13 @@ def requests() -> list[signal.Signals]:
 class Supervisor:
     """As the control plane sees it."""
 
-    def __init__(self, tells: int, hears: int, run: Path | None, deaths: Sequence[str]) -> None:
+    def __init__(
+        self, tells: int, hears: int, run: Path | None = None, stored: bool = False, deaths: Sequence[str] = ()
+    ) -> None:
         self.run = run
         """What the control plane before this one ran; None if this is the first."""
+        self.stored = stored
+        """Whether one before this one stored the settings with which it is run; they may have changed since."""
         self.deaths = deaths
         """How those before this one ended, since the last that said what it runs."""
         self.told = run is not None
@@ -70,6 +74,10 @@ class Supervisor:
         """What is to be continued, should this process die. Earlier deaths are known to the run by now."""
         self.told = True
         _say(self._tells, str(run))
+
+    def tell_stored(self) -> None:
+        """That the settings are stored."""
+        _say(self._tells, STORED)
 
     def attend(self, stop: Callable[[signal.Signals], None], reaped: Callable[[int, int], None]) -> None:
         """From now on ``stop`` is called when somebody wants the run to end, ``reaped`` with the pid and exit code of
@@ -110,7 +118,7 @@ def supervised(
     _adopt_orphans()
     run: Path | None = None
     deaths: list[str] = []
-    full = False
+    stored = full = False
     with _Asks() as asks:
         while True:
             restarts.started("control", time.monotonic())
@@ -122,7 +130,7 @@ def supervised(
             if not child:
                 os.close(told)
                 os.close(says)
-                return train(Supervisor(tells, hears, run, deaths))
+                return train(Supervisor(tells, hears, run, stored, deaths))
             os.close(tells)
             os.close(hears)
             watch = Watch(child, told, says)
@@ -132,6 +140,7 @@ def supervised(
             os.close(says)
             if watch.run is not None:
                 run, deaths = watch.run, []
+            stored |= watch.stored
             if code == NO_ROOM and run is not None:
                 if not full:
                     print(f"staleflow: no room on the disk of {run}: continues when there is", file=sys.stderr)
@@ -226,6 +235,7 @@ class Watch:
     def __init__(self, child: int, told: int, says: int) -> None:
         self.run: Path | None = None
         """What it said that it runs."""
+        self.stored = False
         self.killed = False
         """For standing still."""
         self._child, self._told, self._says = child, told, says
@@ -257,6 +267,9 @@ class Watch:
         except BlockingIOError:
             return True
         for line in said.decode().splitlines():
+            if line == STORED:
+                self.stored = True
+                continue
             if line not in (MOVES, LEAVES):
                 self.run = Path(line)
                 continue

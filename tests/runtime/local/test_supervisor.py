@@ -111,6 +111,19 @@ def train(supervisor):
     assert err == f"staleflow: no room on the disk of {tmp_path / 'run'}: continues when there is\n"
 
 
+def test_the_next_one_knows_whether_settings_were_stored(tmp_path: Path) -> None:
+    train = """
+def train(supervisor):
+    print(supervisor.run, supervisor.stored, flush=True)
+    supervisor.tell(here)
+    if (at := starts()) > 1:
+        supervisor.tell_stored()
+    return os.kill(os.getpid(), signal.SIGKILL) if at < 3 else 0
+"""
+    _, out, _ = ended(tmp_path, train)
+    assert out.replace(str(tmp_path), "run").splitlines() == ["None False", "run False", "run True"]
+
+
 def test_one_that_finds_the_disk_full_before_anything_has_begun_is_not(tmp_path: Path) -> None:
     assert ended(tmp_path, "def train(supervisor):\n    return 75")[0] == 75
 
