@@ -10,8 +10,21 @@ NO_ROOM_IN_SQLITE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
 
 
 def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write a file whole or not at all: if this fails, what was there before stays."""
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Write a file whole or not at all: if this fails, what was there before stays.
+
+    What is not a file, such as /dev/null or a pipe, is written to and stays what it is.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    try:
+        _replace(path.resolve(), text, mode)  # behind a link, as /dev/stdout is one
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _replace(path: Path, text: str, mode: int) -> None:
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.")
     try:
         with open(handle, "w", encoding="utf-8") as file:
             file.write(text)

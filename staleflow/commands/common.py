@@ -267,19 +267,21 @@ def console() -> Console:
     return found if found.is_terminal else Console(highlight=False, width=WIDTH)
 
 
-# The picture's file
+# Files that are asked for
+
+
+def check_output(option: str, name: str, suffix: str = "") -> Path:
+    """Refuse a path that cannot become a file before the work, not after it."""
+    path = Path(name)
+    if not path.name.endswith(suffix):
+        raise ConfigError(f"{option} {name} is not an {suffix[1:].upper()} file: give a name that ends in {suffix}")
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {name} cannot be written: give a file in a folder that exists and is yours")
+    return path
 
 
 def check_picture(name: str | None) -> Path | None:
-    """Refuse a path that cannot become a picture before the run, not after it."""
-    if name is None:
-        return None
-    path = Path(name)
-    if path.suffix != ".svg":
-        raise ConfigError(f"--picture {name} is not an SVG file: give a name that ends in .svg")
-    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--picture {name} cannot be written: give a file in a folder that exists and is yours")
-    return path
+    return None if name is None else check_output("--picture", name, ".svg")
 
 
 def write_picture(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staleflow.commands.common import Subparsers, add_settings, given_settings
+from staleflow.commands.common import Subparsers, add_settings, check_output, given_settings
 from staleflow.config import Config, load
 from staleflow.config.sizes import sizes_of
 from staleflow.errors import ConfigError
@@ -57,10 +57,10 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(options: argparse.Namespace) -> int:
     config, running, context = read(options)
-    picture = options.picture or str(Path(options.output).with_suffix(".svg"))
-    for path in (options.output, picture):
-        if not Path(path).absolute().parent.is_dir():
-            raise ConfigError(f"cannot write {path}: its folder does not exist, make it first")
+    output = check_output("--output", options.output)
+    picture = check_output("--picture", options.picture or str(output.with_suffix(".svg")))
+    if output == picture:
+        raise ConfigError(f"--output {output} is also the name of the picture: give one that ends in .json")
     with Progress("profile") as progress:
         profile, device = measure_engine(config, running, context, progress)
     values = {
@@ -73,9 +73,9 @@ def run(options: argparse.Namespace) -> int:
         **profile.as_values(),
     }
     text = json.dumps(values, indent=2)
-    write_whole(Path(options.output), text + "\n")
-    write_whole(Path(picture), draw(profile, f"{config.model} on {device}, {config.rollout.dtype}"))
-    print(text if options.json else f"{table(profile)}\nstored in {options.output}, drawn in {picture}")
+    write_whole(output, text + "\n")
+    write_whole(picture, draw(profile, f"{config.model} on {device}, {config.rollout.dtype}"))
+    print(text if options.json else f"{table(profile)}\nstored in {output}, drawn in {picture}")
     return 0
 
 

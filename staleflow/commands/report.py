@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from staleflow.commands.common import Subparsers, add_run
+from staleflow.commands.common import Subparsers, add_run, check_output
 from staleflow.files import write_whole
 from staleflow.run.directory import RunDirectory
 
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     from staleflow.study.report import page
 
     directory, config = RunDirectory.existing(Path(options.directory))
-    path = Path(options.out) if options.out else directory.report
+    path = check_output("--out", options.out or str(directory.report))
     write_whole(path, page(directory, config), mode=0o600)
     print(json.dumps({"report": str(path), "bytes": path.stat().st_size}) if options.json else path)
     return 0

@@ -11,7 +11,7 @@ import json
 import re
 from pathlib import Path
 
-from staleflow.commands.common import Subparsers, add_run
+from staleflow.commands.common import Subparsers, add_run, check_output
 from staleflow.errors import ConfigError
 from staleflow.run.directory import RunDirectory
 
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     directory, config = RunDirectory.existing(Path(options.directory))
     if not directory.journals:
         raise ConfigError(f"{options.directory} has no journal: wait until the run has begun")
-    path = Path(options.out) if options.out else directory.path / "trace.json"
+    path = check_output("--out", options.out or str(directory.path / "trace.json"))
     events = write_trace(directory, path, first, last, config.staleness)
     shown = {"trace": str(path), "events": events, "bytes": path.stat().st_size}
     print(json.dumps(shown) if options.json else f"{path}: {events:,} events; open it at https://ui.perfetto.dev")

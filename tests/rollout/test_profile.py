@@ -49,7 +49,8 @@ def test_what_is_measured_is_stored_drawn_and_can_be_simulated_with(
         (["--dtype", "float8"], "rollout.dtype=float8: write one of float32, bfloat16"),
         (["--device", "tpu"], "rollout.device=tpu is unknown: give cpu, cuda or cuda:0"),
         (["--running", "1"], "cells of the grid fit into"),
-        (["--output", "no/such/folder/x.json"], "its folder does not exist, make it first"),
+        (["--output", "no/such/folder/x.json"], "give a file in a folder that exists and is yours"),
+        (["--output", "x.svg"], "is also the name of the picture: give one that ends in .json"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(

@@ -21,6 +21,7 @@ from staleflow.study.perfetto import write_trace
 from staleflow.study.report import page
 from staleflow.study.report.waste import wasted_tokens
 from staleflow.study.why.lives import Lives
+from tests.refusals import refused_command
 from tests.study.test_why import recorded
 
 
@@ -55,6 +56,17 @@ def checked(text: str) -> list[str]:
     for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ElementTree.fromstring(svg)
     return tags.headings
+
+
+@pytest.mark.parametrize("command", ["report", "trace"])
+@pytest.mark.parametrize("out", ["missing/page", "."])
+def test_a_place_that_cannot_be_written_is_refused_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, out: str
+) -> None:
+    directory, _ = recorded(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    said = refused_command(capsys, command, str(directory.path), "--out", out)
+    assert f"--out {out} cannot be written: give a file in a folder that exists and is yours" in said
 
 
 def test_the_report_of_a_finished_run_has_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
