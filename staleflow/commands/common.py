@@ -21,6 +21,7 @@ from staleflow.config import PRESETS, Config, load
 from staleflow.config.convert import NAMES, full_name
 from staleflow.config.field_names import elsewhere
 from staleflow.config.gpus import GPUS
+from staleflow.config.loading import is_settings_file
 from staleflow.config.machine import cores
 from staleflow.config.presets import LAPTOP, PAPER
 from staleflow.config.text import one_line, render_flow
@@ -159,11 +160,11 @@ def as_setting(option: str) -> str | None:
 
 def given_settings(options: argparse.Namespace) -> GivenSettings:
     """What was given, each setting once. Their values are checked by ``load``."""
-    sources = [word for word in options.words if "=" not in word]
+    sources = [word for word in options.words if not _is_setting(word)]
     sources += [options.preset] if getattr(options, "preset", None) is not None else []
     if len(sources) > 1:
         raise ConfigError(f"{sources[0]!r} and {sources[1]!r} are both not key=value: give one preset or file")
-    words = [word for word in options.words if "=" in word]
+    words = [word for word in options.words if _is_setting(word)]
     names: set[str] = set()
     for name in (full_name(word.partition("=")[0].strip()) for word in words):
         if name in names:
@@ -178,6 +179,10 @@ def given_settings(options: argparse.Namespace) -> GivenSettings:
     if "cluster.trace" in names and (given := [name for name in LENGTHS if name in names]):
         raise ConfigError(f"{given[0]} has no meaning with a trace, whose lengths are recorded: leave one out")
     return GivenSettings(sources[0] if sources else None, words, names)
+
+
+def _is_setting(word: str) -> bool:
+    return "=" in word and not is_settings_file(word)  # such as sweep/lr=1e-5/run.yaml
 
 
 def read_setting(options: argparse.Namespace, wanted: GivenSettings) -> tuple[Config, Setting]:

@@ -69,9 +69,14 @@ def _preset(name: Any) -> Tree:
     return PRESETS[name]
 
 
+def is_settings_file(source: str) -> bool:
+    path = Path(source)
+    return path.suffix.lower() in ENDINGS and path.is_file()
+
+
 def _file(source: str) -> Tree:
     path = Path(source)
-    if path.suffix.lower() not in ENDINGS or not path.is_file():
+    if not is_settings_file(source):
         raise ConfigError(_not_there(source, path))
     try:
         text = path.read_text(encoding="utf-8-sig")

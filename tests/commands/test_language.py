@@ -93,6 +93,17 @@ def test_the_configuration_of_a_run_is_simulated(capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out)["hash"] == from_file["hash"]
 
 
+def test_a_file_below_a_folder_with_an_equals_sign_is_not_taken_for_a_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1e-5").mkdir()
+    Path("lr=1e-5/run.yaml").write_text("staleness: 1\n")
+    wanted = given_settings(parse(["train", "lr=1e-5/run.yaml", "steps=3"]))
+    assert (wanted.source, wanted.words) == ("lr=1e-5/run.yaml", ["steps=3"])
+    assert wanted.config().staleness == 1
+
+
 def test_an_option_is_short_for_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
     short = given_settings(parse(["simulate", "--instances", "3", "--seed", "7", "--trace", "7.csv"]))
     assert short.words == ["rollout.instances=3", "seed=7", "cluster.trace=7.csv"]
