@@ -6,6 +6,7 @@ What cannot be done is refused in one line, with exit code 2; why a run got stuc
 import argparse
 import difflib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -67,7 +68,17 @@ def refused(error: StaleFlowError) -> int:
     return refuse(error, error.exit_code)
 
 
+def open_streams() -> None:
+    """Those that are closed, as by ``>&-``: otherwise files of the run get their numbers, and processes print there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            handle = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(handle, True)
+            setattr(sys, name, os.fdopen(handle, mode))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    open_streams()
     options = parse(arguments)
     caller.end_with_it()
     options.is_program = arguments is None

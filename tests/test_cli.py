@@ -1,5 +1,7 @@
 """The command line as a person meets it."""
 
+import subprocess
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -51,6 +53,15 @@ def test_help_names_every_command_and_imports_only_the_one_that_is_asked_for(
     monkeypatch.setattr("staleflow.cli.import_module", watched)
     main(["train", "--dry-run"])
     assert imported == ["staleflow.commands.train"]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_standard_stream_that_is_closed_is_no_traceback(closed: str) -> None:
+    command = f"{sys.executable} -m staleflow train steps=x {closed}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == (0 if "2>" in closed else 1)
 
 
 @pytest.mark.parametrize(
