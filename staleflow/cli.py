@@ -7,6 +7,8 @@ import argparse
 import difflib
 import json
 import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -22,6 +24,9 @@ COMMANDS = (
     "simulate", "compare", "plan", "profile", "evaluate", "doctor", "clean",
 )  # fmt: skip
 """Each is a module of ``staleflow.commands``, with ``add_parser``."""
+
+UNREAD = 128 + signal.SIGPIPE
+"""The exit code of a command whose output is not read to its end: it is not an error of its own."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,6 +82,16 @@ def open_streams() -> None:
             setattr(sys, name, os.fdopen(handle, mode))
 
 
+def unread() -> bool:
+    """Whether who read what is printed has had enough, as ``head`` has. If so, the rest goes nowhere."""
+    looks = select.poll()
+    looks.register(1, 0)
+    if not any(event & select.POLLERR for _, event in looks.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return True
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     open_streams()
     options = parse(arguments)
@@ -84,9 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.is_program = arguments is None
     """Whether this process exists for the command alone."""
     try:
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
     except OSError as error:  # a full disk, a folder that is not ours
-        return refused(RunError(str(error)))
+        return UNREAD if unread() else refused(RunError(str(error)))
     except StaleFlowError as error:
         return refused(error)
     except KeyboardInterrupt:

@@ -1,13 +1,15 @@
 """The command line as a person meets it."""
 
+import os
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from staleflow.cli import COMMANDS, main
+from staleflow.cli import COMMANDS, UNREAD, main
 
 
 def test_train_without_arguments_has_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +64,23 @@ def test_a_standard_stream_that_is_closed_is_no_traceback(closed: str) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == (0 if "2>" in closed else 1)
+
+
+@pytest.mark.parametrize("command", ["runs", "doctor"])
+def test_a_pipe_that_is_not_read_to_its_end_is_no_error(tmp_path: Path, command: str) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as unread:
+        done = subprocess.run(
+            [sys.executable, "-m", "staleflow", command],
+            cwd=tmp_path,
+            stdout=unread,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == UNREAD
+    assert done.stderr == b""
 
 
 @pytest.mark.parametrize(
