@@ -2,7 +2,7 @@
 
 One job at a time; every job is answered at once, with a reward or with the reason why there is none, and how long it
 took. What the reward function prints goes to standard error, so that it cannot be taken for an answer. When the pool
-ends, so does the worker, even if the reward function never returns::
+ends, so does the worker, even if the reward function never returns, and with it what the function has started::
 
     process = subprocess.Popen([sys.executable, "-m", "staleflow.reward.worker", options, ""], ...)
     process.stdin.write(pack([job]))
@@ -10,6 +10,7 @@ ends, so does the worker, even if the reward function never returns::
 
 import asyncio
 import os
+import signal
 import struct
 import sys
 import textwrap
@@ -135,6 +136,8 @@ def _read(stream: int, jobs: "SimpleQueue[Job]") -> None:
             for together in frames.feed(data):
                 for job in together:
                     jobs.put(job)
+    if os.getpgrp() == os.getpid():  # a pool that was killed cannot do it
+        os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 

@@ -70,3 +70,8 @@ def sleeps_for_odd(problem: Problem, response: Response) -> float:  # noqa: ARG0
 
 def raises_always(problem: Problem, response: Response) -> float:  # noqa: ARG001
     raise RuntimeError("the judge is broken")
+
+
+def starts(_problem: Problem, _response: Response) -> float:
+    """A process that never ends; its id."""
+    return float(subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"]).pid)

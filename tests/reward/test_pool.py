@@ -1,8 +1,11 @@
 """With real processes: what a bad reward function does to the pool, and what it must not do."""
 
 import asyncio
+import json
 import os
+import select
 import signal
+import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from staleflow.reward.environment import environment
 from staleflow.reward.function import RewardError
 from staleflow.reward.options import Reward
 from staleflow.reward.pool import PoolPort, RewardPool
+from staleflow.reward.process import started
+from staleflow.reward.wire import Answer, Job, answers, pack
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Chunk
 from staleflow.tasks.adder import VOCABULARY, Adder
@@ -98,6 +103,21 @@ def test_a_worker_that_hangs_is_killed_with_its_children_and_replaced(tmp_path: 
                     await asyncio.sleep(0.01)
 
     run(main())
+
+
+def test_what_a_reward_started_ends_with_the_worker_when_its_pool_was_killed() -> None:
+    options = json.dumps({"function": "tests.reward.functions:starts"})
+    connection, process = started([sys.executable, "-m", "staleflow.reward.worker", options, ""], stderr=None)
+    frames, said = answers(), list[Answer]()
+    with connection:
+        connection.settimeout(20)
+        connection.sendall(pack([Job(0, "", {}, b"", "")]))
+        while len(said) < 2:  # that it is ready, and the answer
+            said += frames.feed(connection.recv(1 << 16))
+        child = os.pidfd_open(int(said[1].reward or 0))
+    process.wait(20)
+    assert select.select([child], [], [], 20)[0], "the child lives on"
+    os.close(child)
 
 
 def test_closing_ends_a_worker_that_hangs() -> None:
