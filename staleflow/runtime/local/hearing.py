@@ -196,10 +196,11 @@ class Hearing:
         run.kept.counted("failures", "reward", "not scored")
         run.incidents.rarely("reward", f"reward of {name} failed: {why}", run.loop.time())
         if (away_s := run.pool.away_s) >= run.config.reward.patience_s > 0:
-            run.crew.fail(f"the reward service has been away for {away_s:.0f} s (reward.patience_s), last: {why}")
+            away = f"the reward service has been away for {away_s:.0f} s (reward.patience_s)"
+            run.rescue.never_scored(f"{away}, last: {why}")
         elif self._failures >= MOST_FAILURES:
             log = run.directory.log("reward")
-            run.crew.fail(f"the reward failed {self._failures} times in a row, last: {why} (see {log})")
+            run.rescue.never_scored(f"the reward failed {self._failures} times in a row, last: {why} (see {log})")
         run.control.on_score_failed(name, why)
 
     def reward_away(self, why: str) -> None:

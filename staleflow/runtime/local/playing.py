@@ -93,7 +93,7 @@ class Playing:
         run.incidents.rarely(LOG, f"episode {episode} failed: {why}", run.loop.time())
         if self._failures >= MOST_FAILURES:
             log = run.directory.log(LOG)
-            run.crew.fail(f"{self._failures} episodes failed in a row, last: {why} (see {log})")
+            run.rescue.never_scored(f"{self._failures} episodes failed in a row, last: {why} (see {log})")
 
     def _worker_lost(self, why: str) -> None:
         run = self._run

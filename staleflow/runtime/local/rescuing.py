@@ -29,6 +29,11 @@ class Rescue:
         """Whether the run has failed and is being saved."""
         self._run = run
 
+    def never_scored(self, why: str) -> None:
+        """Reward or environment fail all the time, which ends the run; not again while it is saved without them."""
+        if not self.begun:
+            self._run.crew.fail(why)
+
     async def save_last(self) -> None:
         """On a full disk it is waited for, for a while only if somebody wants the run to end."""
         run = self._run
