@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from staleflow.errors import RunError, line_of
+from staleflow.errors import INTERRUPTED, RunError, line_of
 from staleflow.run.checkpoints import newest
 
 if TYPE_CHECKING:
@@ -20,7 +20,13 @@ RESCUE_S = 300.0
 RETRY_S = 5.0
 """The last checkpoint is tried again this often on a full disk."""
 STOPPED_S = 30.0
-"""And for no longer than this once somebody has asked the run to stop."""
+"""And for no longer than this once somebody has asked the run to stop; the same holds for the step in training."""
+
+
+class Interrupted(RunError):  # noqa: N818  # an event, not a mistake
+    """Stopped before there was anything to save, or where nothing can be."""
+
+    exit_code = INTERRUPTED
 
 
 class Rescue:
@@ -28,6 +34,19 @@ class Rescue:
         self.begun = False
         """Whether the run has failed and is being saved."""
         self._run = run
+        self._no_room_since: float | None = None
+        """When somebody who wants the run to end began to wait for room on the disk."""
+
+    def look(self, now: float) -> None:
+        """Somebody who stops a run on a full disk does not wait for room for ever: the journal has all but the end."""
+        run = self._run
+        if not (run.training and run.interrupted and run.journal.trouble):
+            self._no_room_since = None
+        elif self._no_room_since is None:
+            self._no_room_since = now
+            run.incidents.note(f"the step in training cannot be written: ends in {STOPPED_S:g} s if there is no room")
+        elif now - self._no_room_since > STOPPED_S:
+            run.crew.fail(Interrupted(f"stopped by {run.stopped_by} without room on the disk: {run.journal.trouble}"))
 
     def never_scored(self, why: str) -> None:
         """Reward or environment fail all the time, which ends the run; not again while it is saved without them."""
@@ -53,7 +72,10 @@ class Rescue:
         """The run has failed. Save what it has made; says where one continues."""
         run, why = self._run, ""
         ledger = run.server.ledger
-        if not run.directory.checkpoint(ledger.version).is_dir() or ledger.version < ledger.frontier:
+        no_room = run.interrupted and run.journal.trouble  # nor for a checkpoint
+        if no_room:
+            why = "what could not be written is made again"
+        elif not run.directory.checkpoint(ledger.version).is_dir() or ledger.version < ledger.frontier:
             run.incidents.note("the run cannot continue: its last version is being saved")
             self.begun = True
             run.crew.only("trainer")

@@ -29,7 +29,7 @@ from typing import Any
 from staleflow.config import Config
 from staleflow.config.resuming import outdated
 from staleflow.coordinator.cost import CostModel
-from staleflow.errors import INTERRUPTED, StaleFlowError
+from staleflow.errors import StaleFlowError
 from staleflow.reward.pool import PoolPort, RewardPool
 from staleflow.run.costs import RunCosts
 from staleflow.run.decisions import DecisionLog
@@ -51,7 +51,7 @@ from staleflow.runtime.local.evaluations import Evaluations
 from staleflow.runtime.local.hearing import Hearing
 from staleflow.runtime.local.playing import Playing
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
-from staleflow.runtime.local.rescuing import Rescue
+from staleflow.runtime.local.rescuing import Interrupted, Rescue
 from staleflow.runtime.local.saving import Saving
 from staleflow.runtime.local.scaling import Scaling, unused
 from staleflow.runtime.local.site import LocalSite
@@ -76,12 +76,6 @@ ADOPTED_S = 10.0
 """An instance of an earlier control plane that has not answered after this time is replaced."""
 CYCLE_S = TICK_S
 """Between two decisions: the event loop is woken up this often (``patience``), and all that has come is decided on."""
-
-
-class Interrupted(RunError):  # noqa: N818  # an event, not a mistake
-    """Stopped before there was anything to save."""
-
-    exit_code = INTERRUPTED
 
 
 class LocalRun:

@@ -73,6 +73,7 @@ class Watching:
             if run.started:
                 run.scaling.look()
             self.disk()
+            run.rescue.look(run.loop.time())
             self.moves(run.loop.time())
 
     async def keep_showing(self) -> None:
