@@ -17,7 +17,7 @@ import platform
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,7 +160,9 @@ def _narrow(machine: Machine, limits: dict[str, Any], runs: Path) -> Iterator[Fi
         yield Finding(False, what, "make room, or give another folder by runs=...")
     if limits["open_files"] < LEAST_FILES:
         yield Finding(True, f"a process may open only {limits['open_files']} files", "ulimit -n 4096")
-    if not os.access(_existing(runs), os.W_OK):
+    if not (place := _existing(runs, Path.exists)).is_dir():
+        yield Finding(True, f"{place} is not a folder", "give another folder by runs=...")
+    elif not os.access(place, os.W_OK):
         yield Finding(True, f"{runs} cannot be written", "make it writable, or give another folder by runs=...")
     if machine.gpus and _mps():
         fix = "leave CUDA_MPS_ACTIVE_THREAD_PERCENTAGE unset: with most shares matrix products were wrong on an H200"
@@ -184,10 +186,10 @@ def _disk(runs: Path) -> int:
     return shutil.disk_usage(_existing(runs)).free
 
 
-def _existing(path: Path) -> Path:
+def _existing(path: Path, exists: Callable[[Path], bool] = Path.is_dir) -> Path:
     """The folder, or the nearest above it that exists."""
     path = path.absolute()
-    return next(each for each in (path, *path.parents) if each.is_dir())
+    return next(each for each in (path, *path.parents) if exists(each))
 
 
 def _unlimited(limit: int) -> int | None:

@@ -23,6 +23,13 @@ def test_a_machine_that_trains_has_everything(tmp_path: Path, capsys: pytest.Cap
     assert "everything that is needed is here" in capsys.readouterr().out
 
 
+def test_a_file_in_the_place_of_the_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["doctor", "--runs", str(file / "runs")]) == 1
+    assert f"ERROR: {file} is not a folder: give another folder by runs=..." in capsys.readouterr().out
+
+
 def test_what_is_missing_is_named_with_its_fix(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
