@@ -47,6 +47,11 @@ def _steps(most: int, first: int, factor: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _too_few(cells: Sequence[tuple[int, int]]) -> bool:
+    """For a fit."""
+    return len(cells) < 4 or len({running for running, _ in cells}) < 2
+
+
 def measure(
     engine: Engine, options: EngineOptions, grid: Grid, on_share: Callable[[float], None] = lambda _: None
 ) -> Profile:
@@ -58,11 +63,11 @@ def measure(
         for context in grid.contexts
         if running <= options.max_running and running * _held(context, options.page_size) <= room
     ]
-    if len(cells) < 4 or len({running for running, _ in cells}) < 2:
-        raise EngineError(
-            f"only {len(cells)} cells of the grid fit into {options.kv_tokens} tokens of KV memory and "
-            f"{options.max_running} sequences: raise kv_tokens, or ask for less context"
-        )
+    if _too_few(cells):
+        fits = f"only {len(cells)} cells of the grid fit into {options.kv_tokens} tokens of KV memory and "
+        small = _too_few([(running, context) for running in grid.running for context in grid.contexts])
+        fix = "ask for more sequences or longer contexts" if small else "raise kv_tokens, or ask for less context"
+        raise EngineError(f"{fits}{options.max_running} sequences: {fix}")
     if not isinstance(engine, TorchEngine):
         for running, context in sorted(cells)[-len(grid.contexts) :]:  # the others are parts of these
             _run(engine, _requests(running, context, most=1))

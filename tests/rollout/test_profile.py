@@ -48,7 +48,7 @@ def test_what_is_measured_is_stored_drawn_and_can_be_simulated_with(
         (["--running", "0"], "--running is 0: give at least 1"),
         (["--dtype", "float8"], "rollout.dtype=float8: write one of float32, bfloat16"),
         (["--device", "tpu"], "rollout.device=tpu is unknown: give cpu, cuda or cuda:0"),
-        (["--running", "1"], "cells of the grid fit into"),
+        (["--running", "1"], "1 sequences: ask for more sequences or longer contexts"),
         (["--output", "no/such/folder/x.json"], "give a file in a folder that exists and is yours"),
         (["--output", "x.svg"], "is also the name of the picture: give one that ends in .json"),
     ],
