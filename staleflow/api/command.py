@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from staleflow.caller import ERROR, VARIABLE
+from staleflow.config import Config, ConfigError, load
 from staleflow.errors import RunError, StaleFlowError, ending
 from staleflow.readable import readable
 
@@ -43,6 +44,15 @@ def caller_folder() -> Iterator[Path]:
         prefix="staleflow-", dir=place if len(place) < LONGEST_PATH else "/tmp", ignore_cleanup_errors=True
     ) as folder:
         yield Path(folder)
+
+
+def configuration(given: Config | str | os.PathLike[str] | None) -> Config | None:
+    """What the first argument of ``train``, ``simulate``, ``compare`` and ``plan`` stands for."""
+    if isinstance(given, str | os.PathLike):
+        return load(given)
+    if given is not None and not isinstance(given, Config):
+        raise ConfigError(f"the configuration is a {type(given).__name__}: give sf.load(preset or file, changes)")
+    return given
 
 
 class Command:

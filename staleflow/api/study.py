@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from staleflow.api.command import Command, caller_folder
-from staleflow.config import Config, load, to_yaml
+from staleflow.api.command import Command, caller_folder, configuration
+from staleflow.config import Config, to_yaml
 
 LOOK_S = 0.5
 
@@ -92,9 +92,7 @@ def _answer(name: str, config: Config | str | os.PathLike[str] | None, **options
                 os.fspath(value) if isinstance(value, os.PathLike) else str(value),
             ]
     with caller_folder() as folder:
-        if isinstance(config, str | os.PathLike):
-            config = load(config)
-        if config is not None:
+        if (config := configuration(config)) is not None:
             file = folder / "config.yaml"
             Path(file).write_text(to_yaml(config), encoding="utf-8")
             words = [str(file), *words]

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from staleflow.api.command import Command, caller_folder
+from staleflow.api.command import Command, caller_folder, configuration
 from staleflow.api.data import with_data
 from staleflow.api.result import Interrupted, Result
 from staleflow.api.steps import Steps
@@ -57,7 +57,7 @@ def train(
     """
     with ExitStack() as held:
         folder = held.enter_context(caller_folder())
-        config = load(config) if isinstance(config, str | os.PathLike) else config
+        config = configuration(config)
         directory, before = (None, None) if resume is None else RunDirectory.existing(Path(resume))
         wanted = config or before or load(None)
         options, own = with_rewards(wanted.reward, reward)
@@ -82,7 +82,7 @@ def with_rewards(options: Reward, reward: Rewards | None) -> tuple[Reward, dict[
     if reward is None:
         return options, {}
     if isinstance(reward, Mapping):
-        given, weights = list(reward), tuple(float(each) for each in reward.values())
+        given, weights = list(reward), tuple(map(_weight, reward.values()))
     elif isinstance(reward, str) or callable(reward):
         given, weights = [reward], ()
     else:
@@ -102,6 +102,13 @@ def with_rewards(options: Reward, reward: Rewards | None) -> tuple[Reward, dict[
     for name, function in own.items():
         KNOWN.check_call(f"{PYTHON}{name}", function, options.arguments_of(name))
     return options, own
+
+
+def _weight(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"the weight {value!r} of a reward is a {type(value).__name__}: give a number") from None
 
 
 def _follow(command: Command, steps: Steps) -> None:

@@ -184,5 +184,11 @@ def test_rewards_are_named_and_weighed() -> None:
     options, own = with_rewards(Reward(), ["exact-match", one])
     assert (options.all_weights, list(own)) == ((1.0, 1.0), ["one"])
     assert with_rewards(Reward("exact-match"), None) == (Reward("exact-match"), {})
+    assert "the weight None of a reward is a NoneType: give a number" in refused(with_rewards, Reward(), {one: None})
     assert "give a function, or module:function" in refused(with_rewards, Reward(), [7])
     assert "two of the same name" in refused(with_rewards, Reward(), [lambda: 1, lambda: 2])
+
+
+@pytest.mark.parametrize("command", [sf.train, sf.simulate, sf.compare, sf.plan])
+def test_settings_in_a_mapping_are_refused_with_how_to_make_one(command: Any) -> None:
+    assert "is a dict: give sf.load(preset or file, changes)" in refused(command, {"steps": 2})
