@@ -75,8 +75,7 @@ class RunDirectory:
             runs.mkdir(parents=True, exist_ok=True)
             path = next(path for path in _names(runs / stem) if _made(path))
             run = cls(path)
-            run.logs.mkdir()
-            run.checkpoints.mkdir()
+            run.make_folders()
             run.write_config(config)
             _link(runs / "latest", path.name)
         except OSError as error:
@@ -177,6 +176,11 @@ class RunDirectory:
             yield self
         finally:
             os.close(handle)
+
+    def make_folders(self) -> None:
+        """Those that every run has; somebody may have removed them from one that is resumed."""
+        for each in (self.logs, self.checkpoints):
+            each.mkdir(exist_ok=True)
 
     def write_config(self, config: Config) -> None:
         write_whole(self.config_file, to_yaml(config))

@@ -94,4 +94,5 @@ def prepared(directory: RunDirectory, config: Config, choice: Choice, data: str,
     """The checkpoint, once data and base model are those that it was made with. What is damaged is out of the way."""
     refuse_other_origin(choice.folder or directory.path, config, data, model)
     set_aside(choice)
+    directory.make_folders()
     return choice.folder

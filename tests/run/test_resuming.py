@@ -13,10 +13,11 @@ from staleflow.cli import main, parse
 from staleflow.commands import train
 from staleflow.config import Config, Machine, estimate, load, to_yaml
 from staleflow.run import resuming
+from staleflow.run.checkpoints import choose
 from staleflow.run.directory import RunDirectory
 from staleflow.run.processes import Process
 from staleflow.run.record import Record
-from staleflow.run.resuming import outlook
+from staleflow.run.resuming import outlook, prepared
 from staleflow.run.state import STATE, pack_state
 from staleflow.runtime.local.supervisor import Supervisor
 from staleflow.training.checkpoints import save
@@ -112,6 +113,16 @@ def test_a_resume_says_what_it_will_do_before_pytorch_is_loaded(finished: RunDir
     said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     assert said[0].startswith(f"{finished.path} has made all its {STEPS} steps")
     assert said[1] == "False"
+
+
+def test_a_run_whose_logs_were_removed_can_be_resumed(tmp_path: Path) -> None:
+    config = load(None, [f"runs={tmp_path}"])
+    directory = RunDirectory.create(config, "test")
+    directory.logs.rmdir()
+    directory.checkpoints.rmdir()
+    prepared(directory, config, choose(directory.checkpoints), "", tmp_path)
+    assert directory.logs.is_dir()
+    assert directory.checkpoints.is_dir()
 
 
 def test_what_is_left_is_counted_and_named(finished: RunDirectory) -> None:
