@@ -33,6 +33,7 @@ CELLS = [(0, "batch"), (2, "stream"), (1, "stream"), (3, "stream"), (2, "batch")
 """Bound and consumption; what matters most comes first."""
 STEPS = {"skewed": {0: 8, 1: 12, 2: 16, 3: 16}, "smollm": {0: 30, 1: 40, 2: 40, 3: 40}}
 ALWAYS = ["evaluation.every=0", "evaluation.problems=1", "checkpoints.best=false", "samples=0"]
+OF_CELLS = ("staleness", "strategies.consume", "steps", "rollout.instances")
 
 
 def settings(workload: str, shape: str, folder: Path, engine: str) -> list[str]:
@@ -61,18 +62,8 @@ def cell(
     runs: Path, name: str, words: list[str], bound: int, consume: str, steps: int, instances: int
 ) -> dict[str, Any]:
     with Sampled() as sampled:
-        folder = train(
-            runs,
-            name,
-            "one-gpu",
-            [
-                *words,
-                f"staleness={bound}",
-                f"strategies.consume={consume}",
-                f"steps={steps}",
-                f"rollout.instances={instances}",
-            ],
-        )
+        own = zip(OF_CELLS, (bound, consume, steps, instances), strict=True)
+        folder = train(runs, name, "one-gpu", [*words, *(f"{key}={value}" for key, value in own)])
     return {"steps": steps, **observed(folder, bound, instances), "card_busy": sampled.percent}
 
 
@@ -107,6 +98,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--trace", type=Path, help="folder for traces of the built-in engine (traced.py)")
     parser.add_argument("--smoke", action="store_true", help="a short run of a tiny model on the CPU")
     given = parser.parse_args(arguments)
+    if own := [each for each in given.set if each.partition("=")[0] in OF_CELLS]:
+        parser.error(f"--set {own[0]}: that is what cells differ in, give --cells, --steps or --instances")
     results = Results(given.output, given.limit)
     results.head()
     kind = "smoke" if given.smoke else f"skewed {given.shape}" if given.workload == "skewed" else given.workload

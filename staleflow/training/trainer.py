@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -146,7 +147,10 @@ class Trainer:
         """Whether rows may share their prompts."""
         if not self.options.share_prompts or not attends_by_rows(self.model):
             return False
-        return not self._half or flash_shares(self.device)
+        if self._half and not flash_shares(self.device):
+            warnings.warn("attention over pieces is wrong on this GPU: prompts are not shared", stacklevel=2)
+            return False
+        return True
 
     @property
     def parameters(self) -> list[Tensor]:

@@ -56,6 +56,13 @@ def test_engines_side_by_side_and_one_that_fails_to_start(tmp_path: Path) -> Non
     assert found["built-in"].keys() == {"start_s", "2 x 32, ms", "skewed, first time, s", "skewed, s", "pull"}
 
 
+def test_a_setting_in_which_cells_differ_is_not_given_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was overridden by the cell, and the name of the result said otherwise."""
+    with pytest.raises(SystemExit):
+        system.main(["--smoke", "--set", "staleness=3"])
+    assert "--set staleness=3: that is what cells differ in" in capsys.readouterr().err
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_whole_run_with_imposed_lengths(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from staleflow.training import trainer as trainer_module
 from staleflow.training.attention import flash_shares
 from staleflow.training.decoder import Decoder
 from staleflow.training.micro_batches import MicroBatch, forward, micro_batches
@@ -252,3 +253,18 @@ def test_gradients_in_bfloat16_on_a_gpu_are_as_near_to_float64_as_those_of_whole
     whole, shared = apart[False], apart[True]
     assert shared.keys() == wanted.keys()
     assert [name for name in wanted if shared[name] > 1.5 * whole[name] + 2e-2 * wanted[name].norm()] == []
+
+
+class OnAGpu(Trainer):
+    _half = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+
+    def _place(self) -> None:
+        pass
+
+
+def test_a_gpu_on_which_sharing_is_wrong_is_told_and_goes_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went without a word, and nobody could know why steps were slow."""
+    monkeypatch.setattr(trainer_module, "flash_shares", lambda _: False)
+    trainer = OnAGpu(model_of("llama", tied=True), TrainerOptions(0))
+    with pytest.warns(UserWarning, match="prompts are not shared"):
+        assert not trainer._sharing  # pyright: ignore[reportPrivateUsage]
