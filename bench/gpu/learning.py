@@ -95,7 +95,7 @@ def picture(rows: Sequence[Mapping[str, Any]], task: str) -> str:
     usual = task, "truncated", "builtin"
     rows = [row for row in rows if (row["task"], row["correction"], row.get("engine", "builtin")) == usual]
     last = max(at for row in rows for at, _, _ in row["accuracy"])
-    top = max(share for row in rows for _, _, share in row["accuracy"])
+    top = max(share for row in rows for _, _, share in row["accuracy"]) or 1.0
     parts = [f'<text x="320" y="16" text-anchor="middle">{task}: held-out accuracy by training step</text>']
     for tick in range(6):
         y = 330 - 300 * tick / 5

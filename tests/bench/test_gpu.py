@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench.gpu import engines, lab, learning, presets, simulated, skewed, stages, system, tail, traced  # noqa: E402
 from staleflow.coordinator.cost import CostModel  # noqa: E402
+from tests.tiny_models import save_tiny  # noqa: E402
 
 
 def test_few_sequences_and_resume(tmp_path: Path) -> None:
@@ -49,7 +50,6 @@ def test_presets_gain_from_faster_decoding_where_few_sequences_run_and_nowhere_e
 
 
 @pytest.mark.processes
-@pytest.mark.slow
 def test_engines_side_by_side_and_one_that_fails_to_start(tmp_path: Path) -> None:
     found = engines.sides(True, ["built-in", "nobody"], tmp_path)
     assert "failed" in found["nobody"]
@@ -64,7 +64,6 @@ def test_a_setting_in_which_cells_differ_is_not_given_for_all(capsys: pytest.Cap
 
 
 @pytest.mark.processes
-@pytest.mark.slow
 def test_a_whole_run_with_imposed_lengths(tmp_path: Path) -> None:
     changed = ["--set", "training.share_prompts=false"]
     found = system.main(["--smoke", *changed, "--runs", str(tmp_path), "--output", str(tmp_path / "system.json")])
@@ -112,12 +111,22 @@ def test_accuracy_by_bound_and_the_picture_of_it(tmp_path: Path, monkeypatch: py
     assert len(made) == 4, "what is in the file is not run again"
 
 
+@pytest.mark.processes
+def test_a_learning_curve_of_a_real_run_that_learns_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny(tmp_path / "model", seed=5, hidden=32, intermediate=48, layers=2)
+    small = [f"model={model}", "rollout.max_tokens=16", "rollout.kv_tokens=2048"]  # the embedded model is to be made
+    monkeypatch.setattr(learning, "SMOKE", [*learning.SMOKE, *small])
+    found = learning.main(["--smoke", "--runs", str(tmp_path / "runs"), "--picture", str(tmp_path / "out.svg")])
+    (row,) = (row for name, row in found.items() if name != "run")
+    assert [step for step, _, _ in row["accuracy"]] == [0, 2, 4]
+    assert set(row["staleness_histogram"]) == {"0"}
+
+
 def test_nothing_is_begun_after_the_time_limit() -> None:
     assert lab.Results(None, limit_s=-1).measure("late", lambda: 1) is None
 
 
 @pytest.mark.processes
-@pytest.mark.slow
 def test_a_traced_run_tells_its_steps_and_pulls_apart(tmp_path: Path) -> None:
     system.main(["--smoke", "--runs", str(tmp_path), "--trace", str(tmp_path / "traces")])
     (found,) = traced.main([str(each) for each in (tmp_path / "traces").glob("*/*.jsonl")]).values()
