@@ -127,6 +127,15 @@ def test_an_advantage_that_says_nothing_sees_the_whole_batch(model: Path, folder
     step(config, model)
 
 
+@pytest.mark.parametrize("scope", ["grouped", "values", "Batch"])
+def test_a_slip_in_the_scope_of_an_advantage_does_not_train_parts_of_a_batch(
+    model: Path, folder: Path, scope: str
+) -> None:
+    (folder / "my_advantage.py").write_text(FILES["my_advantage.py"].replace('"group"', f'"{scope}"'))
+    with pytest.raises(ConfigError, match=f'has scope = \'{scope}\': write one of "group", "batch"'):
+        configured(model, *SETTINGS["training.advantage"])
+
+
 def test_a_tracker_gets_what_is_logged(model: Path, tmp_path: Path) -> None:
     config = configured(model, *SETTINGS["track"])
     trackers = trackers_of(config, RunDirectory(tmp_path), 0, pytest.fail)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from staleflow.config import ray
 from staleflow.config.machine import Machine
@@ -22,14 +22,14 @@ from staleflow.config.schema import Config
 from staleflow.config.sizes import Sizes, sizes_of
 from staleflow.config.text import one_line
 from staleflow.config.trainable import refuse_unmatched_names
-from staleflow.errors import ConfigError
+from staleflow.errors import ConfigError, shown
 from staleflow.reward.forks import own_functions
 from staleflow.settings import registries
 from staleflow.tasks.hub import hub_folder
 from staleflow.tasks.options import EMBEDDED, SMOLLM, SOURCES, Data, is_file, is_hub_name
 from staleflow.tasks.smollm import why_not
 from staleflow.tasks.sources import columns, wrong_messages
-from staleflow.training.options import LOSSES, Training
+from staleflow.training.options import ADVANTAGES, LOSSES, AggregationKind, Training
 
 
 def check(config: Config, machine: Machine | None = None, room: bool = True, there: Config | None = None) -> None:
@@ -66,6 +66,7 @@ def _check(config: Config) -> None:
                 registry.check(name, arguments)
     own_functions(config.reward)
     _knobs(config.training)
+    _scope(config.training)
     _writable(config.runs, "runs")
     if config.model in (*EMBEDDED, SMOLLM):
         _writable(config.cache, "cache")
@@ -176,6 +177,22 @@ def _knobs(training: Training) -> None:
     for knob in training.clip:
         if knob not in LOSSES.knobs(training.loss):
             raise ConfigError(f"training.loss={training.loss} has no {knob}: leave training.{knob} out")
+
+
+def _scope(training: Training) -> None:
+    """Check what the user's own advantage, loaded by now, says of itself: a slip would train parts of a batch alone."""
+    if ADVANTAGES.key(training.advantage) is not None:
+        return
+    entry = ADVANTAGES.entry(training.advantage)
+    for name, value, known in (
+        ("scope", entry.scope, ("group", "batch")),
+        ("aggregation", entry.aggregation, (None, *get_args(AggregationKind))),
+    ):
+        if value not in known:
+            choices = ", ".join(f'"{each}"' for each in known if each)
+            raise ConfigError(
+                f"training.advantage={training.advantage} has {name} = {shown(value)}: write one of {choices}"
+            )
 
 
 def _writable(folder: str, setting: str) -> None:

@@ -40,6 +40,7 @@ from staleflow.training.losses import entropy_bonus, kl_loss, policy_loss, value
 from staleflow.training.micro_batches import Known, MicroBatch, Outputs, forward, micro_batches
 from staleflow.training.optimiser import AdamW, HostedAdamW
 from staleflow.training.options import CORRECTIONS, TrainerOptions
+from staleflow.training.own import check_correction, held, own_parts
 from staleflow.training.packed import LossSum, Metrics, scale_gradients
 from staleflow.training.pieces import Sizes
 from staleflow.training.report import StepReport, metric_values
@@ -127,7 +128,8 @@ class Trainer:
         self.optimiser.forget()
         self._policy_loss, self._aggregation = policy_loss(options)
         knobs = {"importance_cap": options.importance_cap, "sequence_band": options.sequence_band}
-        self._correct = CORRECTIONS.bound(options.correction, knobs, options.correction_arguments)
+        correct = CORRECTIONS.bound(options.correction, knobs, options.correction_arguments)
+        self._correct = held(CORRECTIONS, options.correction, correct, check_correction)
         self._clock = clock_of(self.device)
         self._open = self._nothing()
 
@@ -356,8 +358,9 @@ class Trainer:
             made = len(self._open.norms)
             self.reset()
             fix = f"{made} updates of it were made, so load the last checkpoint, and " if made else ""
+            suspects = ", ".join(["its data", *own_parts(self.options)])
             raise FloatingPointError(
-                f"the gradient of step {step} is not finite: {fix}lower the learning rate, or look at its data"
+                f"the gradient of step {step} is not finite: {fix}lower the learning rate, or look at {suspects}"
             )
         for part in self.optimiser.param_groups:
             part["lr"] = part["peak"] * self.options.share(step)

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from staleflow.errors import ConfigError
 from staleflow.training.advantages import Gae, final_rewards, gae, overlong_penalty, whiten
 from staleflow.training.micro_batches import Known
 from staleflow.training.options import ADVANTAGES, TrainerOptions
+from staleflow.training.own import check_advantage, held
 from staleflow.training.packed import Segments
 from staleflow.types import Row
 
@@ -138,12 +138,6 @@ def signals(work: StepWork) -> list[bool]:
 
 def _from_rewards(work: StepWork, rewards_N: Tensor, segments: Segments, options: TrainerOptions) -> Tensor:
     groups_N = torch.tensor([at for at, group in enumerate(work.groups) for _ in episodes_of(group)])
-    found: Tensor = ADVANTAGES.load(options.advantage)(rewards_N, groups_N, segments, **options.advantage_arguments)
-    if found.shape == (segments.sequences,):
-        return segments.spread(found)
-    if found.shape != (segments.tokens,):
-        raise ConfigError(
-            f"training.advantage={options.advantage} returned a tensor of shape {tuple(found.shape)}: return one "
-            f"number for each of the {segments.sequences} sequences, or of the {segments.tokens} tokens"
-        )
-    return found
+    advantage = partial(ADVANTAGES.load(options.advantage), **options.advantage_arguments)
+    found: Tensor = held(ADVANTAGES, options.advantage, advantage, check_advantage)(rewards_N, groups_N, segments)
+    return segments.spread(found) if found.shape == (segments.sequences,) else found
