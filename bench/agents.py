@@ -21,6 +21,10 @@ from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench import kept  # noqa: E402
+
 MOST_S = 900
 """Time limit of one run."""
 KEPT = (
@@ -39,11 +43,13 @@ def main() -> int:
     parser.add_argument("--bounds", default="2,0,1,3")
     parser.add_argument("--seeds", type=int, default=5, help="at the first of the bounds; two at the others")
     parser.add_argument("--cache", help="the folder of base models, which are made once for each seed")
-    parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "staleflow-agents.json")
+    parser.add_argument(
+        "--results", type=kept.to_continue, default=str(Path(tempfile.gettempdir()) / "staleflow-agents.json")
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE")
     options = parser.parse_args()
-    found: dict[str, dict[str, Any]] = json.loads(options.results.read_text()) if options.results.exists() else {}
+    found: dict[str, dict[str, Any]] = kept.read(options.results)
     bounds = [int(each) for each in options.bounds.split(",")]
     wanted = [
         (bound, seed)
@@ -55,7 +61,7 @@ def main() -> int:
             print(f"bound {bound}, seed {seed} ...", file=sys.stderr, flush=True)
             cache = [] if options.cache is None else [f"cache={options.cache}"]
             found[key] = run(bound, seed, [*cache, *options.settings])
-            options.results.write_text(json.dumps(found))
+            kept.write(options.results, found)
     runs = {key: found[key] for key in (f"{bound} {seed}" for bound, seed in wanted)}
     print(json.dumps(runs, indent=1) if options.json else table(runs))
     return 0

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections import Counter
@@ -26,6 +25,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import kept
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.environments import SimEnvironments
 from staleflow.simulate.policy import Policy
@@ -85,7 +87,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--bounds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=kept.to_write)
     options = parser.parse_args()
     base = replace(
         preset("paper-14b", *SHAPE, f"steps={options.steps}"),
@@ -102,7 +104,7 @@ def main() -> int:
         print(line(found[-1]), flush=True)
     if options.json:
         about = {"turns": options.turns, "tool_s": options.tool_s, "steps": options.steps, "seeds": options.seeds}
-        options.json.write_text(json.dumps({"setting": about, "rows": found}, indent=1) + "\n")
+        kept.write(options.json, {"setting": about, "rows": found})
     return int(any(each["violations"] for each in found if each["policy"] != "discard"))
 
 

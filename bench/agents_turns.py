@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench import kept  # noqa: E402
 from staleflow.agents.calculator import TOOLS, result  # noqa: E402
 from staleflow.agents.client import LimitError, Model  # noqa: E402
 from staleflow.agents.outcome import Outcome, scored, truncated  # noqa: E402
@@ -165,18 +166,16 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description="Rules for episodes, with real processes.")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="where results are kept, and continued from")
+    parser.add_argument("--json", type=kept.to_continue, help="where results are kept, and continued from")
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE")
     given = parser.parse_args(arguments)
-    kept = given.json
-    found: dict[str, Any] = json.loads(kept.read_text()) if kept is not None and kept.is_file() else {}
+    found: dict[str, Any] = kept.read(given.json)
     for seed in range(given.seeds):
         for arm in ARMS:
             if (name := f"{arm}, seed {seed}") not in found:
                 found[name] = run(arm, seed, given.settings)
                 print(f"{name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
-                if kept is not None:
-                    kept.write_text(json.dumps(found, indent=1))
+                kept.write(given.json, found)
     print(table(found))
     return found
 

@@ -36,7 +36,6 @@ messages are the simulator's part (``bench/chaos_simulated.py``).
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import platform
@@ -56,6 +55,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process with threads cannot e
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench import kept  # noqa: E402
 from bench.chaos_case import FULL, KINDS, ROLES, Case, plan_of  # noqa: E402
 from bench.chaos_lab import SHARED, TRAIN, HangError, Victim, enter_namespace, mount_small, unmount  # noqa: E402
 
@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("--recovery", type=int, help=f"deaths of one of four instances, laptop preset ({RECOVERIES})")
     parser.add_argument("--durability", type=int, help=f"runs of the laptop preset with and without it ({REPEATS})")
     parser.add_argument("--short-steps", type=int, help=f"runs of 400 short steps on busy cores ({SHORT})")
-    parser.add_argument("--json", type=Path, help="where results are kept, and continued from")
+    parser.add_argument("--json", type=kept.to_continue, help="where results are kept, and continued from")
     parser.add_argument("--output", type=Path, help="put the table into this file, between its marks")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # with the run that is under way
@@ -121,9 +121,7 @@ class Results:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self.values: dict[str, list[dict[str, Any]]] = {}
-        if path is not None and path.exists():
-            self.values = json.loads(path.read_text())
+        self.values: dict[str, list[dict[str, Any]]] = kept.read(path)
 
     def of(self, part: str) -> list[dict[str, Any]]:
         return self.values.get(part, [])
@@ -131,10 +129,7 @@ class Results:
     def add(self, part: str, value: dict[str, Any]) -> None:
         self.values.setdefault("about", [_about()])
         self.values.setdefault(part, []).append(value)
-        if self._path is not None:
-            draft = self._path.with_suffix(".draft")
-            draft.write_text(json.dumps(self.values, indent=1) + "\n")
-            draft.replace(self._path)
+        kept.write(self._path, self.values)
 
 
 def _about() -> dict[str, Any]:

@@ -15,7 +15,6 @@ printed with the command that runs it again, and the exit code is 1.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import platform
 import shlex
@@ -32,6 +31,9 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import kept
 from staleflow.coordinator.strategies import Strategies
 from staleflow.errors import StaleFlowError
 from staleflow.simulate import faults, invariants
@@ -295,7 +297,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first seed")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of faults, with commas")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--json", type=kept.to_write, metavar="FILE", help="write the figures")
     parser.add_argument("--again", type=int, metavar="SEED", help="one run again")
     options = parser.parse_args()
     kinds = tuple(options.kinds.split(","))
@@ -330,7 +332,7 @@ def main() -> int:
                 {"seed": each.seed, "why": each.failure, "again": commands[each.seed]} for each in total.failures
             ],
         }
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        kept.write(options.json, found)
     return 1 if total.failures else 0
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import platform
 import shutil
@@ -40,6 +39,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench import kept  # noqa: E402
 from bench.chaos_lab import Victim  # noqa: E402
 from bench.ray_nodes import Nodes, below, node_of  # noqa: E402
 from staleflow.observe.metrics import read_metrics  # noqa: E402
@@ -70,7 +70,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="of each arm (%(default)s)")
     parser.add_argument("--runs", type=int, default=10**6, help="at most, this time")
     parser.add_argument("--arms", type=int, default=10**6, help="the first ones only")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where figures are kept, and continued from")
+    parser.add_argument(
+        "--json", type=kept.to_continue, metavar="FILE", help="where figures are kept, and continued from"
+    )
     options = parser.parse_args()
     file: Path | None = options.json
     steps: int = options.steps
@@ -85,7 +87,7 @@ def main() -> int:
         arms["Ray, vLLM"] = lambda seed: ran(steps, (seed, *RAY, *VLLM))
     found: dict[str, Any] = {"machine": platform.machine(), "cores": os.cpu_count(), "steps": steps, "runs": {}}
     if file is not None and file.exists():
-        found = json.loads(file.read_text())
+        found = kept.read(file)
         if found["steps"] != steps:
             parser.error(f"{file} has runs of {found['steps']} steps: give --steps {found['steps']}, or another file")
     todo = [
@@ -98,20 +100,15 @@ def main() -> int:
         figures = arms[name](f"seed={seed}")
         print(f"{name}, seed {seed}: {figures}", file=sys.stderr, flush=True)
         found["runs"].setdefault(name, []).append(figures)
-        keep(found, file)
+        kept.write(file, found)
     if len(todo) <= options.runs and len(arms) <= options.arms:
         found["weights"] = weights()
-        keep(found, file)
+        kept.write(file, found)
     print(table(found["runs"]))
     for name, shares in against_local(found["runs"]).items():
         print(f"{name}: {', '.join(f'{share:.3f}' for share in shares)} of the tokens/s of local processes, by seed")
     print("\n".join(f"{name}: {value:.3g}" for name, value in found.get("weights", {}).items()))
     return 0
-
-
-def keep(found: dict[str, Any], file: Path | None) -> None:
-    if file is not None:
-        file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def table(runs: dict[str, list[dict[str, float]]]) -> str:

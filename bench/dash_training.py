@@ -21,6 +21,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import kept
+
 NAMES = ("without", "watched")
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -84,17 +88,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=kept.to_continue)
     options = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {name: [] for name in NAMES}
     if options.out and options.out.exists():
-        found = json.loads(options.out.read_text())["runs"]
+        found = kept.read(options.out).get("runs", found)
     while min(map(len, found.values())) < options.repeats:
         name = min(NAMES, key=lambda each: len(found[each]))
         found[name].append(once(options.steps, name == "watched"))
         shown = summed(found)
-        if options.out:
-            options.out.write_text(json.dumps(shown, indent=1) + "\n")
+        kept.write(options.out, shown)
         print(name, found[name][-1], file=sys.stderr)
     shown = summed(found)
     if options.json:

@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench import kept  # noqa: E402
 from bench.chaos_audit import audit  # noqa: E402
 from bench.chaos_lab import HangError, Victim  # noqa: E402
 from bench.ray_nodes import Nodes, node_of  # noqa: E402
@@ -58,7 +59,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50, help="in all (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--cases", type=int, default=10**6, help="runs at most, this time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where results are kept, and continued from")
+    parser.add_argument(
+        "--json", type=kept.to_continue_list, metavar="FILE", help="where results are kept, and continued from"
+    )
     options = parser.parse_args()
     file: Path | None = options.json
     cases: list[dict[str, Any]] = json.loads(file.read_text()) if file is not None and file.exists() else []
@@ -67,8 +70,7 @@ def main() -> int:
             break
         cases.append(case(options.seed + len(cases), min(EACH, left)))
         print(json.dumps(cases[-1]), flush=True)
-        if file is not None:
-            file.write_text(json.dumps(cases, indent=1) + "\n")
+        kept.write(file, cases)
     bad = [each for each in cases if not each["well"]]
     print(f"{len(cases)} runs, {len(bad)} with findings")
     for kind, trainer in (("the trainer's", True), ("another", False)):

@@ -13,7 +13,6 @@ of the rows' tokens that is left. Responses are lognormal with the given mean an
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
+from bench import kept
 from bench.trainer_cuda import SHAPES, model_of, step_of, wait
 from staleflow.training.pieces import Sizes
 from staleflow.training.trainer import GroupRows, Trainer, TrainerOptions
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="tiny, on any device")
-    parser.add_argument("--json", type=Path, help="write the results there too")
+    parser.add_argument("--json", type=kept.to_write, help="write the results there too")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     on_gpu = given.device == "cuda"
@@ -133,8 +133,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         found["rows"].append(row)
         cells = (case.name, case.shape, case.prompt, case.mean, f"{row['computed']:.0%}")
         print("|", " | ".join(map(str, cells)), f"| {row['whole_s']} | {row['shared_s']} | **{row['gain']}** |")
-        if given.json:
-            given.json.write_text(json.dumps(found, indent=1) + "\n")
+        kept.write(given.json, found)
     return found
 
 

@@ -16,15 +16,19 @@ import gc
 import json
 import platform
 import statistics
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from bench import kept
 from staleflow.servers.payloads import Row
 from staleflow.training.trainer import GroupRows, Trainer, TrainerOptions
 
@@ -195,7 +199,7 @@ def attempt(call: Any, *args: Any, **more: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny, on any device")
-    parser.add_argument("--json", type=Path, help="write the results there too")
+    parser.add_argument("--json", type=kept.to_write, help="write the results there too")
     parser.add_argument("--shapes", default="0.5b,1.5b", help="of the whole steps")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -205,13 +209,13 @@ def main() -> None:
     found["passes"] = attempt(passes, *(("tiny", device, (1,), 3) if given.smoke else ("135m", device, (1, 8, 32), 8)))
     print(json.dumps(found), flush=True)
     found["steps"] = []
+    kept.write(given.json, found)
     for shape, kind, micro, more in cases:
         if given.smoke or shape in given.shapes.split(","):
             size = (16, 24) if given.smoke else (128, 768)
             found["steps"].append(attempt(whole_steps, shape, kind, micro, device, *size, **more))
             print(json.dumps(found["steps"][-1]), flush=True)
-            if given.json:
-                given.json.write_text(json.dumps(found, indent=1) + "\n")
+            kept.write(given.json, found)
 
 
 if __name__ == "__main__":

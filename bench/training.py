@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench import kept  # noqa: E402
 from staleflow.observe.chart import HEIGHT, Curve, chart, stacked  # noqa: E402
 from staleflow.observe.chart import document as svg  # noqa: E402
 
@@ -81,7 +82,9 @@ def main() -> int:
     parser.add_argument("--bounds", default="0,1,2,3,8")
     parser.add_argument("--corrections", default="none,truncated")
     parser.add_argument("--trl", metavar="PYTHON", help="a Python that has trl: its GRPOTrainer takes its turn too")
-    parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "staleflow-training.json")
+    parser.add_argument(
+        "--results", type=kept.to_continue, default=str(Path(tempfile.gettempdir()) / "staleflow-training.json")
+    )
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write training.md and training.svg there")
     parser.add_argument("--quick", action="store_true", help="one seed, bounds 0 and 2, 6 steps")
     parser.add_argument("--json", action="store_true")
@@ -119,7 +122,7 @@ class Results:
     def __init__(self, path: Path, steps: int) -> None:
         self._path = path
         self._steps = steps
-        self._runs: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self._runs: dict[str, Any] = kept.read(path)
 
     def make(self, name: str, seed: int, run: Any) -> None:
         key = f"{name} | {seed} | {self._steps}"
@@ -127,9 +130,7 @@ class Results:
             return
         print(f"{name}, seed {seed} ...", file=sys.stderr, flush=True)
         self._runs[key] = run()
-        draft = self._path.with_suffix(".draft")
-        draft.write_text(json.dumps(self._runs))
-        draft.replace(self._path)
+        kept.write(self._path, self._runs)
 
     def all(self, seeds: int, names: Sequence[str]) -> dict[str, list[Any]]:
         return {name: [self._runs[f"{name} | {seed} | {self._steps}"] for seed in range(seeds)] for name in names}

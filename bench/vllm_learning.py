@@ -16,9 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lab import Results, train  # pyright: ignore[reportMissingImports]
+from bench import kept
+from bench.gpu.lab import Results, train
 
 ENGINES = ("builtin", "vllm")
 STEPS, EVERY = 12, 4
@@ -60,7 +61,7 @@ def apart(differences: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The laptop task with the built-in engine and with vLLM.")
-    parser.add_argument("--output", type=Path, help="file of results, read to resume")
+    parser.add_argument("--output", type=kept.to_continue, help="file of results, read to resume")
     parser.add_argument("--bounds", type=int, nargs="+", default=[2, 0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=480.0, help="seconds after which nothing is begun")

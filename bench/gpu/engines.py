@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from bench import kept
 from bench.gpu.lab import Results
 from bench.gpu.tail import mix
 from staleflow.rollout.engine import Request, Sampling
@@ -323,7 +324,7 @@ def sides(smoke: bool, wanted: list[str], log: Path) -> dict[str, dict[str, Any]
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, help="file of results, read to resume")
+    parser.add_argument("--output", type=kept.to_continue, help="file of results, read to resume")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()), help="folder for what the sides say")
     parser.add_argument("--only", nargs="+", default=["adapter", "alone", "built-in"])
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from bench import kept
+
 ROOT = Path(__file__).resolve().parents[2]
 MOST_S = 300
 """Time limit of one run."""
@@ -32,15 +34,14 @@ class Results:
     def __init__(self, path: Path | None, limit_s: float = float("inf")) -> None:
         self._path = path
         self._end = time.monotonic() + limit_s
-        self.found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.is_file() else {}
+        self.found: dict[str, Any] = kept.read(path)
 
     def measure(self, name: str, call: Callable[[], Any]) -> Any:
         """None if there is no time left for it."""
         if name not in self.found and time.monotonic() < self._end:
             self.found[name] = call()
             print(f"{name}: {json.dumps(self.found[name])[:300]}", flush=True)
-            if self._path is not None:
-                self._path.write_text(json.dumps(self.found, indent=1))
+            kept.write(self._path, self.found)
         return self.found.get(name)
 
     def head(self) -> None:
@@ -80,8 +81,8 @@ class Sampled:
 
 def train(folder: Path, name: str, preset: str, words: Iterable[str]) -> Path:
     """The directory of a run; made if it is not there. Its checkpoints are not kept."""
-    kept = folder / name
-    if not (kept / "summary.json").is_file():
+    made = folder / name
+    if not (made / "summary.json").is_file():
         command = [sys.executable, "-c", "from staleflow.cli import main; raise SystemExit(main())", "train", preset]
         runs = folder / f"{name}.run"
         done = subprocess.run(
@@ -90,9 +91,9 @@ def train(folder: Path, name: str, preset: str, words: Iterable[str]) -> Path:
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{name}: {' | '.join(done.stderr.strip().splitlines()[-3:])}")
-        kept.mkdir(parents=True, exist_ok=True)
+        made.mkdir(parents=True, exist_ok=True)
         for file in KEPT:
             if (runs / "latest" / file).is_file():
-                shutil.copy(runs / "latest" / file, kept / file)
+                shutil.copy(runs / "latest" / file, made / file)
         shutil.rmtree(runs)
-    return kept
+    return made

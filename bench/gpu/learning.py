@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench import kept
 from bench.gpu.lab import Results, train
 
 SHORT = "{prompt}\nAnswer with one number."
@@ -123,8 +124,8 @@ def picture(rows: Sequence[Mapping[str, Any]], task: str) -> str:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder with word-problems/ and gsm8k/")
-    parser.add_argument("--output", type=Path, help="file of results, read to resume")
-    parser.add_argument("--picture", type=Path, help="of the task arithmetic")
+    parser.add_argument("--output", type=kept.to_continue, help="file of results, read to resume")
+    parser.add_argument("--picture", type=kept.to_write, help="of the task arithmetic")
     parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir()) / "staleflow-learning")
     parser.add_argument("--jobs", type=int, default=1, help="runs beside each other")
     parser.add_argument("--most", type=int, help="only the first of the runs")

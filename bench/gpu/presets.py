@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench import kept
 from bench.gpu.simulated import Line, between, named
 from staleflow.coordinator.cost import CostModel
 from staleflow.simulate.cluster import Cluster
@@ -111,7 +112,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cells", type=Path, default=CELLS, help="what tail.py wrote")
     parser.add_argument("--shape", default="qwen-1.5b")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=kept.to_write)
     parser.add_argument("--smoke", action="store_true", help="a single small run of each kind")
     given = parser.parse_args(arguments)
     line = gains(json.loads(given.cells.read_text()), given.shape)
@@ -121,8 +122,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     else:
         made = rows(line, PRESETS, BOUNDS, SEEDS, f"steps={STEPS}")
     found = {"gains": line, "rows": made}
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1))
+    kept.write(given.json, found)
     return found
 
 

@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench import kept
 from bench.gpu import system, tail
 from bench.gpu.skewed import length
 from bench.gpu.turns import CardCluster, slice_for
@@ -341,7 +342,7 @@ def main(arguments: list[str] | None = None) -> Rows:
     parser.add_argument("--measured", type=Path, help="what system.py wrote: cells without a folder of their own")
     parser.add_argument("--section", help="of that file, if it holds the results of several days")
     parser.add_argument("--trace", type=Path, help=f"of {SYNCHRONOUS} by traced.py: what decoding takes inside a run")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=kept.to_write)
     given = parser.parse_args(arguments)
     results, cells = (json.loads(each.read_text()) if each else {} for each in (given.measured, given.tail))
     results = results[given.section] if given.section is not None else results
@@ -356,8 +357,7 @@ def main(arguments: list[str] | None = None) -> Rows:
         seen = written(results, given.shape, instances) | (seen_in(given.runs, instances) if given.runs else {})
         rows = compare(known, seen, cells, given.shape, *given.lengths, launches=given.launches, trace=trace)
     print(table(rows))
-    if given.json is not None:
-        given.json.write_text(json.dumps(rows, indent=1))
+    kept.write(given.json, rows)
     return rows
 
 

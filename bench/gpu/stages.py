@@ -20,6 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench import kept
 from bench.gpu.lab import Results
 from bench.gpu.tail import Sizes, engine_of
 from staleflow.rollout import chain
@@ -200,7 +201,7 @@ def smoke() -> dict[str, float]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, help="file of results, read to resume")
+    parser.add_argument("--output", type=kept.to_continue, help="file of results, read to resume")
     parser.add_argument("--smoke", action="store_true", help="without a GPU")
     parser.add_argument("--changes", action="store_true", help="only the chain, with one of its constants changed")
     parser.add_argument("--shapes", nargs="+", default=["qwen-1.5b", "qwen-0.5b"])

@@ -17,6 +17,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,10 +25,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench import kept
 from staleflow.rollout.builtin import EngineOptions, TorchEngine
 from staleflow.rollout.engine import Request, Sampling
 from staleflow.rollout.shapes import SHAPES, write
@@ -168,8 +172,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny, on any device")
     parser.add_argument("--shape", default="smollm-135m", choices=[*SHAPES])
     parser.add_argument("--micro-tokens", type=int, default=16_384)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--json", type=kept.to_write)
+    parser.add_argument("--picture", type=kept.to_write)
     given = parser.parse_args()
     sizes = (4, 4) if given.smoke else (32, 256)
     with tempfile.TemporaryDirectory() as folder:
@@ -190,8 +194,7 @@ def main() -> None:
         "ms": {name: [round(1e3 * each, 2) for each in span] for name, span in middle.items()},
     }
     print(json.dumps(found), flush=True)
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    kept.write(given.json, found)
     if given.picture:
         given.picture.write_text(picture(middle))
 

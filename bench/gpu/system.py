@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench import kept
 from bench.gpu import skewed
 from bench.gpu.lab import Results, Sampled, train
 from bench.simulator_error import observed
@@ -84,8 +85,8 @@ def picture(found: Mapping[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, help="file of results, read to resume")
-    parser.add_argument("--picture", type=Path, help="how busy the card was, over time")
+    parser.add_argument("--output", type=kept.to_continue, help="file of results, read to resume")
+    parser.add_argument("--picture", type=kept.to_write, help="how busy the card was, over time")
     parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir()) / "staleflow-system")
     parser.add_argument("--workload", choices=[*STEPS], default="skewed")
     parser.add_argument("--shape", default="qwen-0.5b")

@@ -26,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench import kept
 from bench.gpu.lab import Results
 from staleflow.rollout.builtin import EngineOptions, TorchEngine
 from staleflow.rollout.engine import Request, Sampling
@@ -172,7 +173,7 @@ def skewed(sizes: Sizes, way: str) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, help="file of results, read to resume")
+    parser.add_argument("--output", type=kept.to_continue, help="file of results, read to resume")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--only", default="", help="a regular expression: leave out what it is not found in")
     given = parser.parse_args(arguments)

@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench import kept
 from bench.gpu.skewed import limited
 from staleflow.rollout.builtin import TorchEngine
 from staleflow.rollout.engine import LoadWeights, Request, StepOutput, WeightSource
@@ -88,7 +89,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--longest", type=int, default=5, help="how many of the longest steps to show")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=kept.to_write)
     given = parser.parse_args(arguments)
     found: dict[str, Any] = {}
     for path in given.files:
@@ -100,8 +101,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         first = min(line[0] for line in lines)
         for line in sorted(lines, key=lambda line: -line[1])[: given.longest]:
             print(f"    at {line[0] - first:.1f} s: {line[1:]}")
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1))
+    kept.write(given.json, found)
     return found
 
 

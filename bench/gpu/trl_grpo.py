@@ -40,6 +40,7 @@ from transformers import (
     TrainerCallback,
 )
 
+from bench import kept
 from bench.gpu import skewed
 from bench.gpu.lab import Results
 from staleflow.rollout.shapes import SHAPES
@@ -265,7 +266,7 @@ def measured(
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, help="file of results, read to resume")
+    parser.add_argument("--output", type=kept.to_continue, help="file of results, read to resume")
     parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir()) / "staleflow-system")
     parser.add_argument("--workload", choices=("skewed", "smollm"), default="smollm")
     parser.add_argument("--shape", default="qwen-0.5b")

@@ -1,0 +1,57 @@
+"""Files of results: nothing is measured for a file that cannot be written or continued, and none is half-written."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bench import agents_turns, kept  # noqa: E402
+from bench.gpu import presets, stages, system, tail  # noqa: E402
+
+
+@pytest.mark.parametrize("main", [agents_turns.main, presets.main, stages.main, system.main, tail.main])
+def test_hours_are_not_measured_for_a_folder_that_is_missing(
+    main: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = "--json" if main in (agents_turns.main, presets.main) else "--output"
+    with pytest.raises(SystemExit) as ended:
+        main([option, str(tmp_path / "missing" / "out.json")])  # type: ignore[operator]
+    assert ended.value.code == 2
+    assert "missing is not a folder: make it first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "\x00", '"text"'])
+def test_a_file_without_results_is_not_a_traceback(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.json"
+    path.write_text(content)
+    with pytest.raises(SystemExit):
+        tail.main(["--output", str(path)])
+    said = capsys.readouterr().err
+    assert f"{path} has no results of this script" in said
+    assert "remove it, or name another" in said
+    assert path.read_text() == content
+
+
+def test_what_fails_while_it_is_written_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    kept.write(path, {"a": 1})
+    with pytest.raises(TypeError):
+        kept.write(path, {"a": 1, "b": object()})
+    assert kept.read(path) == {"a": 1}
+    assert [each.name for each in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_folder_is_not_a_file_of_results_and_a_list_is_for_those_who_keep_one(tmp_path: Path) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is a folder: name a file in it"):
+        kept.to_write(str(tmp_path))
+    path = tmp_path / "out.json"
+    kept.write(path, [1])
+    assert kept.to_continue_list(str(path)) == path
+    with pytest.raises(argparse.ArgumentTypeError, match="JSON of another kind"):
+        kept.to_continue(str(path))
