@@ -20,9 +20,10 @@ import importlib.util
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -166,6 +167,37 @@ class Registry(Generic[AnEntry]):
         except TypeError as error:
             raise ConfigError(f"{self.setting}={name} cannot be called as it will be ({error}): {fix}") from None
 
+    def held(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        check: Callable[..., None],
+        spared: tuple[type[BaseException], ...] = (MemoryError,),
+    ) -> Callable[..., Any]:
+        """The function, whose mistakes are a ``ConfigError`` in one line if it is the user's own: what it raises, but
+        for what is ``spared``, and what it returns. ``check`` is given the result, then what the function was given,
+        and raises ``ValueError`` with what is wrong and what to return instead."""
+        if self.key(name) is not None:
+            return function
+
+        @wraps(function)
+        def called(*given: Any) -> Any:
+            try:
+                found = function(*given)
+            except spared:
+                raise
+            except Exception as error:  # whatever the user's function raises
+                raise ConfigError(
+                    f"{self.setting}={name} failed ({line_of(error)}{_place(error, function)})"
+                ) from error
+            try:
+                check(found, *given)
+            except ValueError as error:
+                raise ConfigError(f"{self.setting}={name} returned {error}") from None
+            return found
+
+        return called
+
     def _import(self, target: str, name: str) -> Callable[..., Any]:
         module, _, path = target.partition(":")
         if not {"", os.getcwd()} & set(sys.path):  # an installed command does not search the current folder
@@ -185,6 +217,15 @@ class Registry(Generic[AnEntry]):
             wanted = self.own.partition(":")[2].lower()
             raise ConfigError(f"{self.setting}={name}: {path} is a {type(found).__name__}: name a {wanted}")
         return found
+
+
+def _place(error: Exception, function: Callable[..., Any]) -> str:
+    """The last line of the user's own file that the error passed."""
+    while (inner := getattr(function, "func", None) or getattr(function, "__wrapped__", None)) is not None:
+        function = inner
+    file = getattr(getattr(function, "__code__", None), "co_filename", None)
+    lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == file]
+    return f" at {Path(file).name}, line {lines[-1]}" if file and lines else ""
 
 
 def _installed(module: str) -> bool:

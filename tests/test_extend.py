@@ -17,7 +17,7 @@ from staleflow.config.costs import costs_from_geometry
 from staleflow.config.tracking import TRACKERS
 from staleflow.coordinator.decide import decide
 from staleflow.coordinator.situation import Pull
-from staleflow.coordinator.strategies import SYNCHRONISATION
+from staleflow.coordinator.strategies import SYNCHRONISATION, Strategies
 from staleflow.registry import Entry, Registry
 from staleflow.reward.function import Response, load_reward
 from staleflow.reward.options import REWARDS
@@ -27,7 +27,7 @@ from staleflow.rollout.options import ENGINES, Sampling
 from staleflow.run.directory import RunDirectory
 from staleflow.run.tracked import trackers_of
 from staleflow.runtime.local.run import LocalRun
-from staleflow.servers.filters import FILTERS
+from staleflow.servers.filters import FILTERS, check_reason
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.payloads import Row
 from staleflow.tasks.adder import Shape
@@ -182,6 +182,58 @@ def test_a_data_source_makes_problems(model: Path) -> None:
     problem = first_problem(open_source(config.data, seed=0))
     assert re.fullmatch(r"\d{1,3} \* \d{1,3} = ", str(problem.prompt))
     assert problem.facts["answer"].isdigit()
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("return None", "failed (TypeError: 'NoneType' object is not iterable"),
+        ("raise ValueError('two\\nlines')", "failed (ValueError: two lines at slips.py, line 3)"),
+        ("return ['pull']", "returned 'pull' among its commands: return a list of Pull"),
+        (
+            "return [Pull('i9', 5)]",
+            "returned Pull(instance='i9', version=5): name an instance of situation.",
+        ),
+        (
+            "return [Pull('a', 9)]",
+            "returned Pull(instance='a', version=9), and the newest version is 5: give",
+        ),
+    ],
+)
+def test_a_strategy_that_is_wrong_does_not_end_in_a_traceback(folder: Path, code: str, line: str) -> None:
+    name = f"slips_{abs(hash(code))}"
+    text = f"from staleflow.coordinator.situation import Pull\ndef pull(situation, strategies):\n    {code}\n"
+    (folder / f"{name}.py").write_text(text)
+    strategies = Strategies(synchronisation=f"{name}:pull")
+    with pytest.raises(ConfigError) as error:
+        decide(situation([instance("a", 5)]), strategies)
+    assert line in str(error.value).replace(name, "slips")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("found", [True, 3, "", ["why"]])
+def test_a_filter_that_gives_no_text_is_refused_and_not_written_to_the_journal(found: Any) -> None:
+    held = FILTERS.held("my_filter:odd", lambda _: found, check_reason)
+    with pytest.raises(ConfigError, match=r"filter=my_filter:odd returned .*: return a short reason to replace the"):
+        held(Group("p0", prompt=0, attempt=0, prompt_tokens=4, needed=2))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_filter_that_raises_ends_the_run_and_does_not_leave_it_waiting(model: Path, folder: Path) -> None:
+    (folder / "slip.py").write_text("def slip(group):\n    return group.nothing\n")
+    (folder / "even.py").write_text("def even(_, response):\n    return len(response.tokens) % 2\n")
+    sizes = ["groups=2", "steps=2", "evaluation.every=0", "evaluation.problems=2", "rollout.instances=1"]
+    config = configured(model, *sizes, "filter=slip:slip", "reward.function=even:even")
+    task = open_task(config.data, open_source(config.data, config.seed), model, config.seed, config.evaluation.problems)
+    run = LocalRun(config, RunDirectory.create(config, "own"), model, task, costs_from_geometry(config), None)
+
+    async def main() -> None:
+        async with asyncio.timeout(300):
+            await run.execute()
+
+    with pytest.raises(ConfigError, match=r"filter=slip:slip failed \(AttributeError: .* at slip.py, line 2\)"):
+        asyncio.run(main())
 
 
 def test_a_strategy_decides(model: Path) -> None:

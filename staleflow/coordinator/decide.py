@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,18 @@ from staleflow.coordinator.situation import (
     Truncate,
 )
 from staleflow.coordinator.strategies import MIGRATION, ROUTING, SYNCHRONISATION, TAIL, Strategies
+from staleflow.errors import shown
+from staleflow.registry import Entry, Registry
 
 MOST_PULLS = 1024
 """Of one decision: with thousands of instances a new version would make one of it that is far longer than others."""
+COMMANDS: dict[str, tuple[type, ...]] = {
+    ROUTING.setting: (Route,),
+    SYNCHRONISATION.setting: (Pull,),
+    MIGRATION.setting: (Interrupt,),
+    TAIL.setting: (Abort, Truncate),
+}
+"""What the strategies of each kind return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +65,7 @@ class Decision:
 def decide(situation: Situation, strategies: Strategies) -> Decision:
     mu = fitting_mu(situation, strategies.mu) if strategies.adapt else None
     work = situation if mu is None else replace(situation, mu=mu)
-    chosen: list[Pull] = strategies.decide(SYNCHRONISATION, work)
+    chosen: list[Pull] = asked(SYNCHRONISATION, work, strategies)
     pulls, later = chosen[:MOST_PULLS], chosen[MOST_PULLS:]
     if pulls:
         work = _with_pulls(work, pulls, later)
@@ -64,15 +74,15 @@ def decide(situation: Situation, strategies: Strategies) -> Decision:
         interrupts, fleet = level(work, strategies, pulls)
         work = replace(work, fleet=fleet)
     moving = {interrupt.trajectory for interrupt in interrupts}
-    interrupts += [each for each in strategies.decide(MIGRATION, work) if each.trajectory not in moving]
-    ends: list[Abort | Truncate] = strategies.decide(TAIL, work)
+    interrupts += [each for each in asked(MIGRATION, work, strategies) if each.trajectory not in moving]
+    ends: list[Abort | Truncate] = asked(TAIL, work, strategies)
     if ends:
         ended = _ended(situation, ends)
         interrupts = [interrupt for interrupt in interrupts if interrupt.trajectory not in ended]
         aborted = {end.group for end in ends if isinstance(end, Abort)}
         queue = [item for item in work.queue if item.group not in aborted and item.trajectory not in ended]
         work = replace(work, queue=queue)
-    routes: list[Route] = strategies.decide(ROUTING, work)
+    routes: list[Route] = asked(ROUTING, work, strategies)
     inputs = _inputs(situation) | {
         "synchronisation": {"mode": strategies.synchronisation, "pulls": len(pulls)},
         "migration": {"mode": strategies.migration, **Counter(interrupt.why for interrupt in interrupts)},
@@ -81,6 +91,29 @@ def decide(situation: Situation, strategies: Strategies) -> Decision:
     }
     cut = bool(later) or len(routes) >= most_routes(len(situation.fleet.names))
     return Decision([*pulls, *interrupts, *ends, *routes], inputs, cut)
+
+
+def asked(kind: Registry[Entry], situation: Situation, strategies: Strategies) -> list[Any]:
+    """The commands of the configured strategy of this kind. What the user's own does wrong is a ``ConfigError``."""
+    name, arguments = getattr(strategies, kind.setting.partition(".")[2]), getattr(strategies, kind.arguments)
+    strategy = kind.load(name)
+
+    @wraps(strategy)
+    def listed(*given: Any) -> list[Any]:
+        return list(strategy(*given, **arguments))
+
+    return kind.held(name, listed, partial(_check, COMMANDS[kind.setting]))(situation, strategies)
+
+
+def _check(known: tuple[type, ...], commands: list[Any], situation: Situation, _: Strategies) -> None:
+    for each in commands:
+        if not isinstance(each, known):
+            names = " or ".join(each.__name__ for each in known)
+            raise ValueError(f"{shown(each)} among its commands: return a list of {names}")
+        if getattr(each, "instance", None) not in (None, *situation.fleet.names):
+            raise ValueError(f"{shown(each)}: name an instance of situation.fleet.names")
+        if isinstance(each, Pull) and not 0 <= each.version <= situation.newest:
+            raise ValueError(f"{shown(each)}, and the newest version is {situation.newest}: give situation.newest")
 
 
 def plain(commands: Iterable[Command]) -> list[list[Any]]:

@@ -70,8 +70,3 @@ class Strategies(Section):
     """Migration: move a trajectory only to an instance that decodes it at least this much faster."""
     max_moves: Annotated[int, Range(0, LARGE)] = 2
     """Migration: how often one trajectory may be moved."""
-
-    def decide(self, kind: Registry[Entry], situation: Any) -> list[Any]:
-        """The commands of the configured strategy of this kind."""
-        name, arguments = getattr(self, kind.setting.partition(".")[2]), getattr(self, kind.arguments)
-        return list(kind.load(name)(situation, self, **arguments))

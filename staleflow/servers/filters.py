@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from staleflow.errors import shown
 from staleflow.registry import Entry, Registry
 
 if TYPE_CHECKING:
@@ -18,6 +19,12 @@ FILTERS = Registry(
     takes=("group",),
 )
 NO_SIGNAL = "no signal"
+
+
+def check_reason(reason: object, group: Group) -> None:
+    del group
+    if reason is not None and not (isinstance(reason, str) and reason):
+        raise ValueError(f"{shown(reason)}: return a short reason to replace the group, or None to keep it")
 
 
 def keep_all(group: Group) -> str | None:  # noqa: ARG001

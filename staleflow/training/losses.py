@@ -29,7 +29,7 @@ from torch import Tensor
 from staleflow.errors import ConfigError
 from staleflow.training.correction import Correction, log_ratio
 from staleflow.training.options import ADVANTAGES, LOSSES, TrainerOptions
-from staleflow.training.own import check_loss, held
+from staleflow.training.own import SPARED, check_loss
 from staleflow.training.packed import SEQUENCE_MEAN, TOKEN_MEAN, Aggregation, LossSum, Segments, aggregate
 
 
@@ -125,7 +125,7 @@ PolicyLoss = Callable[..., LossSum]
 def policy_loss(options: TrainerOptions) -> tuple[PolicyLoss, Aggregation]:
     """The configured loss with its knobs, and how it is aggregated."""
     loss = LOSSES.bound(options.loss, options.clip, options.loss_arguments)
-    return held(LOSSES, options.loss, loss, check_loss), _aggregation(options, loss)
+    return LOSSES.held(options.loss, loss, check_loss, SPARED), _aggregation(options, loss)
 
 
 def _aggregation(options: TrainerOptions, loss: PolicyLoss) -> Aggregation:

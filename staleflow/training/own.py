@@ -1,6 +1,6 @@
 """The user's own losses, advantages and corrections, held to what they must return.
 
-    loss = held(LOSSES, "my_loss:soft_clip", loss, check_loss)     # a built-in is returned as it is
+    loss = LOSSES.held("my_loss:soft_clip", loss, check_loss, SPARED)     # a built-in is returned as it is
 
 What one of them raises, or returns by mistake, ends the run with one line that names its setting: the next trainer
 would fail at the same place.
@@ -8,47 +8,17 @@ would fail at the same place.
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable
-from functools import partial, wraps
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from staleflow.errors import ConfigError, line_of
-from staleflow.registry import Registry
 from staleflow.training.correction import Correction
 from staleflow.training.options import ADVANTAGES, CORRECTIONS, LOSSES, Training
 from staleflow.training.packed import Aggregation, LossSum, Metrics, Segments
 
-Check = Callable[..., None]
-"""Given the result, then what the function was given: ``ValueError`` with what is wrong and what to return instead."""
-
-
-def held(registry: Registry[Any], name: str, function: Callable[..., Any], check: Check) -> Callable[..., Any]:
-    """The function, whose mistakes are a ``ConfigError`` in one line if it is the user's own."""
-    if registry.key(name) is not None:
-        return function
-
-    @wraps(function)
-    def called(*given: Any) -> Any:
-        try:
-            found = function(*given)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # whatever the user's function raises
-            raise ConfigError(
-                f"{registry.setting}={name} failed ({line_of(error)}{_place(error, function)})"
-            ) from error
-        try:
-            check(found, *given)
-        except ValueError as error:
-            raise ConfigError(f"{registry.setting}={name} returned {error}") from None
-        return found
-
-    return called
+SPARED = (MemoryError, torch.OutOfMemoryError)
+"""Not their fault."""
 
 
 def own_parts(options: Training) -> list[str]:
@@ -106,12 +76,3 @@ def _check(what: str, value: Any, count: int, of: str) -> None:
 
 def _a(value: Any) -> str:
     return "nothing" if value is None else f"an object of the type {type(value).__name__}"
-
-
-def _place(error: Exception, function: Callable[..., Any]) -> str:
-    """The last line of the user's own file that the error passed."""
-    while isinstance(function, partial):
-        function = function.func
-    file = getattr(getattr(function, "__code__", None), "co_filename", None)
-    lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == file]
-    return f" at {Path(file).name}, line {lines[-1]}" if file and lines else ""

@@ -40,7 +40,7 @@ from staleflow.training.losses import entropy_bonus, kl_loss, policy_loss, value
 from staleflow.training.micro_batches import Known, MicroBatch, Outputs, forward, micro_batches
 from staleflow.training.optimiser import AdamW, HostedAdamW
 from staleflow.training.options import CORRECTIONS, TrainerOptions
-from staleflow.training.own import check_correction, held, own_parts
+from staleflow.training.own import SPARED, check_correction, own_parts
 from staleflow.training.packed import LossSum, Metrics, scale_gradients
 from staleflow.training.pieces import Sizes
 from staleflow.training.report import StepReport, metric_values
@@ -129,7 +129,7 @@ class Trainer:
         self._policy_loss, self._aggregation = policy_loss(options)
         knobs = {"importance_cap": options.importance_cap, "sequence_band": options.sequence_band}
         correct = CORRECTIONS.bound(options.correction, knobs, options.correction_arguments)
-        self._correct = held(CORRECTIONS, options.correction, correct, check_correction)
+        self._correct = CORRECTIONS.held(options.correction, correct, check_correction, SPARED)
         self._clock = clock_of(self.device)
         self._open = self._nothing()
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from staleflow.training.advantages import Gae, final_rewards, gae, overlong_penalty, whiten
 from staleflow.training.micro_batches import Known
 from staleflow.training.options import ADVANTAGES, TrainerOptions
-from staleflow.training.own import check_advantage, held
+from staleflow.training.own import SPARED, check_advantage
 from staleflow.training.packed import Segments
 from staleflow.types import Row
 
@@ -139,5 +139,6 @@ def signals(work: StepWork) -> list[bool]:
 def _from_rewards(work: StepWork, rewards_N: Tensor, segments: Segments, options: TrainerOptions) -> Tensor:
     groups_N = torch.tensor([at for at, group in enumerate(work.groups) for _ in episodes_of(group)])
     advantage = partial(ADVANTAGES.load(options.advantage), **options.advantage_arguments)
-    found: Tensor = held(ADVANTAGES, options.advantage, advantage, check_advantage)(rewards_N, groups_N, segments)
+    held = ADVANTAGES.held(options.advantage, advantage, check_advantage, SPARED)
+    found: Tensor = held(rewards_N, groups_N, segments)
     return segments.spread(found) if found.shape == (segments.sequences,) else found

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from staleflow.coordinator.cost import CostModel
+from staleflow.coordinator.decide import asked
 from staleflow.coordinator.situation import COLUMNS, Fleet, Pace, Queued, Resident, Situation
 from staleflow.coordinator.strategies import Strategies
 from staleflow.protocol import StalenessLedger
@@ -64,7 +65,7 @@ def situation(
 
 
 def decided(kind: Registry[Any], situation: Situation, strategies: Strategies) -> list[Any]:
-    return strategies.decide(kind, situation)
+    return asked(kind, situation, strategies)
 
 
 def started(group: str, version: int, *contexts: int) -> list[Queued]:

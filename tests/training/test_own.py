@@ -12,7 +12,7 @@ from staleflow.errors import ConfigError
 from staleflow.training.correction import Correction, uncorrected
 from staleflow.training.losses import ppo_clip
 from staleflow.training.options import ADVANTAGES, CORRECTIONS, LOSSES, TrainerOptions
-from staleflow.training.own import check_advantage, check_correction, check_loss, held, own_parts
+from staleflow.training.own import SPARED, check_advantage, check_correction, check_loss, own_parts
 from staleflow.training.packed import SEQUENCE_MEAN, TOKEN_MEAN, LossSum, Segments, aggregate
 
 SEGMENTS = Segments.of([2, 1])
@@ -25,7 +25,7 @@ def line_of_loss(losses: Callable[[Tensor], Any]) -> str:
         return losses(logprobs_T)
 
     return refused(
-        held(LOSSES, "my:loss", mine, check_loss), T.clone().requires_grad_(), T, SEGMENTS, PLAIN, TOKEN_MEAN
+        LOSSES.held("my:loss", mine, check_loss, SPARED), T.clone().requires_grad_(), T, SEGMENTS, PLAIN, TOKEN_MEAN
     )
 
 
@@ -64,7 +64,7 @@ def test_a_loss_that_is_wrong_does_not_kill_six_trainers(losses: Callable[[Tenso
     ],
 )
 def test_an_advantage_that_is_wrong_is_not_trained_on(found: Any, line: str) -> None:
-    mine = held(ADVANTAGES, "my:advantage", lambda *_: found, check_advantage)
+    mine = ADVANTAGES.held("my:advantage", lambda *_: found, check_advantage, SPARED)
     assert f"training.advantage=my:advantage returned {line}" in refused(mine, N, N.long(), SEGMENTS)
 
 
@@ -80,14 +80,17 @@ def test_an_advantage_that_is_wrong_is_not_trained_on(found: Any, line: str) -> 
     ],
 )
 def test_a_correction_that_is_wrong_is_named(found: Any, line: str) -> None:
-    mine = held(CORRECTIONS, "my:correction", lambda *_: found, check_correction)
+    mine = CORRECTIONS.held("my:correction", lambda *_: found, check_correction, SPARED)
     assert f"training.correction=my:correction returned {line}" in refused(mine, T, T, SEGMENTS)
 
 
 def test_numbers_of_another_precision_or_layout_are_taken() -> None:
     spaced_N = torch.stack([N, N], 1)[:, 0]
     for found in (N.double(), N.half(), N.long(), N > 0, spaced_N):
-        assert held(ADVANTAGES, "my:advantage", lambda *_, found=found: found, check_advantage)(N, N, SEGMENTS) is found
+        assert (
+            ADVANTAGES.held("my:advantage", lambda *_, found=found: found, check_advantage, SPARED)(N, N, SEGMENTS)
+            is found
+        )
 
 
 def test_a_gpu_without_memory_is_not_taken_for_a_mistake_of_the_user() -> None:
@@ -95,9 +98,9 @@ def test_a_gpu_without_memory_is_not_taken_for_a_mistake_of_the_user() -> None:
         raise torch.OutOfMemoryError("no room")
 
     with pytest.raises(torch.OutOfMemoryError):
-        held(LOSSES, "my:loss", full, check_loss)(T, T, SEGMENTS, PLAIN, TOKEN_MEAN)
+        LOSSES.held("my:loss", full, check_loss, SPARED)(T, T, SEGMENTS, PLAIN, TOKEN_MEAN)
 
 
 def test_only_the_users_own_parts_are_suspected() -> None:
     assert own_parts(TrainerOptions(max_staleness=0, loss="my:loss")) == ["training.loss=my:loss"]
-    assert held(LOSSES, "ppo", ppo_clip, check_loss) is ppo_clip
+    assert LOSSES.held("ppo", ppo_clip, check_loss, SPARED) is ppo_clip

@@ -171,6 +171,17 @@ class Crew:
         if not self.failure.done():
             self.failure.set_exception(RunError(why) if isinstance(why, str) else why)
 
+    def fatal(self, hear: Callable[..., None]) -> Callable[..., None]:
+        """The same, whose errors end the run: whoever calls it would only log them, and a group would wait for ever."""
+
+        def heard(*given: Any) -> None:
+            try:
+                hear(*given)
+            except Exception as error:  # the user's own filter, or a bug
+                self.fail(error)
+
+        return heard
+
     def look(self) -> list[Standstill]:
         """Processes that stand still. Those that have for too long are killed, and replaced as others that die."""
         now = _now()

@@ -36,7 +36,8 @@ class Playing:
         self._failures = 0
         """Of episodes, since the last one that did not fail."""
         self._log = os.open(run.directory.log(LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._pool = EnvironmentPool(self._options, self, self._ended, self._lost, self._log, self._worker_lost)
+        ended, lost = run.crew.fatal(self._ended), run.crew.fatal(self._lost)
+        self._pool = EnvironmentPool(self._options, self, ended, lost, self._log, self._worker_lost)
         self._endpoint: Endpoint | None = None
         self.environments = Environments(
             self._pool,

@@ -62,7 +62,7 @@ from staleflow.runtime.outbox import HeldTrainer, Outbox
 from staleflow.runtime.watchdog import Watchdog
 from staleflow.servers.book import let_go
 from staleflow.servers.database import JournalError
-from staleflow.servers.filters import FILTERS
+from staleflow.servers.filters import FILTERS, check_reason
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.made import rows_of
 from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
@@ -286,8 +286,8 @@ class LocalRun:
         self.playing = Playing(self) if config.environment.play else None
         self.pool = RewardPool(
             config.reward,
-            self.hearing.reward,
-            self.hearing.reward_failed,
+            self.crew.fatal(self.hearing.reward),
+            self.crew.fatal(self.hearing.reward_failed),
             stderr=self._log,
             decoder=decoder_of(config.data, self.model),
             on_away=self.hearing.reward_away,
@@ -326,6 +326,7 @@ class LocalRun:
         control.on_decision = lambda _now, decision: self._decisions.write(self.time.seconds, decision)
         control.on_drained = self.scaling.drained
         judge = FILTERS.bound(config.filter, {}, config.filter_arguments)
+        judge = FILTERS.held(config.filter, judge, check_reason)
         control.filter = self.signals.counted(judge, self.incidents.note)
         return control
 
