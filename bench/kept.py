@@ -2,6 +2,7 @@
 half-written.
 
     parser.add_argument("--json", type=kept.to_write)         # replaced at the end
+    parser.add_argument("--cells", type=kept.to_read)         # of another script
     parser.add_argument("--output", type=kept.to_continue)    # read to resume
     found = kept.read(given.output)                           # empty if it is not there yet
     kept.write(given.output, found)                           # whole or not at all; without a path nothing
@@ -25,6 +26,13 @@ def to_write(text: str) -> Path:
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder: name a file in it")
     return path
+
+
+def to_read(text: str) -> Path:
+    """The path, for a file of results by name that another script has written."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text}: no such file: name one that this script reads")
+    return to_continue(text)
 
 
 def to_continue(text: str) -> Path:

@@ -81,10 +81,10 @@ class Sampled:
 
 def train(folder: Path, name: str, preset: str, words: Iterable[str]) -> Path:
     """The directory of a run; made if it is not there. Its checkpoints are not kept."""
-    made = folder / name
+    made = folder.resolve() / name  # the command runs in another folder
     if not (made / "summary.json").is_file():
         command = [sys.executable, "-c", "from staleflow.cli import main; raise SystemExit(main())", "train", preset]
-        runs = folder / f"{name}.run"
+        runs = made.with_name(f"{name}.run")
         done = subprocess.run(
             [*command, "--json", f"runs={runs}", *words],
             cwd=ROOT, timeout=MOST_S, capture_output=True, text=True, check=False,

@@ -110,7 +110,7 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cells", type=Path, default=CELLS, help="what tail.py wrote")
+    parser.add_argument("--cells", type=kept.to_read, default=str(CELLS), help="what tail.py wrote")
     parser.add_argument("--shape", default="qwen-1.5b")
     parser.add_argument("--json", type=kept.to_write)
     parser.add_argument("--smoke", action="store_true", help="a single small run of each kind")

@@ -333,13 +333,15 @@ def main(arguments: list[str] | None = None) -> Rows:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--runs", type=Path, help="folder of runs named BOUND-CONSUME")
-    source.add_argument("--figures", type=Path, help="what is known of runs that are not at hand (see above)")
-    parser.add_argument("--tail", type=Path, required=True, help="what tail.py wrote")
+    source.add_argument("--figures", type=kept.to_read, help="what is known of runs that are not at hand (see above)")
+    parser.add_argument("--tail", type=kept.to_read, required=True, help="what tail.py wrote")
     parser.add_argument("--without", nargs="*", default=(), help="calls in it to leave out, by how they begin")
     parser.add_argument("--shape", default="qwen-0.5b")
     parser.add_argument("--lengths", type=int, nargs=3, default=(256, 4096, 128), help="mean, longest, prompt")
     parser.add_argument("--launches", type=float, help="seconds of a step with prefill that is not a CUDA graph")
-    parser.add_argument("--measured", type=Path, help="what system.py wrote: cells without a folder of their own")
+    parser.add_argument(
+        "--measured", type=kept.to_read, help="what system.py wrote: cells without a folder of their own"
+    )
     parser.add_argument("--section", help="of that file, if it holds the results of several days")
     parser.add_argument("--trace", type=Path, help=f"of {SYNCHRONOUS} by traced.py: what decoding takes inside a run")
     parser.add_argument("--json", type=kept.to_write)

@@ -101,6 +101,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     given = parser.parse_args(arguments)
     if own := [each for each in given.set if each.partition("=")[0] in OF_CELLS]:
         parser.error(f"--set {own[0]}: that is what cells differ in, give --cells, --steps or --instances")
+    given.runs = given.runs.resolve()  # the command runs in another folder
     results = Results(given.output, given.limit)
     results.head()
     kind = "smoke" if given.smoke else f"skewed {given.shape}" if given.workload == "skewed" else given.workload

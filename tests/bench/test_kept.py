@@ -1,6 +1,7 @@
 """Files of results: nothing is measured for a file that cannot be written or continued, and none is half-written."""
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bench import agents_turns, kept  # noqa: E402
-from bench.gpu import presets, stages, system, tail  # noqa: E402
+from bench.gpu import lab, presets, stages, system, tail  # noqa: E402
 
 
 @pytest.mark.parametrize("main", [agents_turns.main, presets.main, stages.main, system.main, tail.main])
@@ -55,3 +56,27 @@ def test_a_folder_is_not_a_file_of_results_and_a_list_is_for_those_who_keep_one(
     assert kept.to_continue_list(str(path)) == path
     with pytest.raises(argparse.ArgumentTypeError, match="JSON of another kind"):
         kept.to_continue(str(path))
+
+
+def test_a_relative_folder_of_runs_is_not_looked_for_in_another_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command runs in the checkout: it left its runs there, and the bench found none."""
+
+    def ran(command: list[str], cwd: Path, **_: object) -> subprocess.CompletedProcess[str]:
+        (word,) = (each for each in command if each.startswith("runs="))
+        latest = cwd / word.removeprefix("runs=") / "latest"
+        latest.mkdir(parents=True)
+        (latest / "summary.json").write_text("{}")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lab.subprocess, "run", ran)
+    assert (lab.train(Path("runs"), "one", "laptop", []) / "summary.json").is_file()
+    assert [each.name for each in (tmp_path / "runs").iterdir()] == ["one"]
+
+
+def test_a_file_that_another_bench_should_have_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        presets.main(["--smoke", "--cells", "nowhere.json"])
+    assert "argument --cells: nowhere.json: no such file" in capsys.readouterr().err
