@@ -204,7 +204,7 @@ class Registry(Generic[AnEntry]):
             sys.path.append(os.getcwd())
         try:
             found: Any = importlib.import_module(module)
-        except Exception as error:  # whatever the user's module raises
+        except (Exception, SystemExit) as error:  # whatever the user's module raises, a script that ends too
             raise ConfigError(
                 f"{self.setting}={name}: importing {module} failed ({line_of(error)}): correct the name, or add its "
                 "folder to PYTHONPATH"

@@ -19,9 +19,11 @@ from staleflow.coordinator.decide import decide
 from staleflow.coordinator.situation import Pull
 from staleflow.coordinator.strategies import SYNCHRONISATION, Strategies
 from staleflow.registry import Entry, Registry
-from staleflow.reward.function import Response, load_reward
+from staleflow.reward.function import Response, Rewards, load_reward
 from staleflow.reward.options import REWARDS
 from staleflow.reward.pool import RewardPool
+from staleflow.reward.wire import Job
+from staleflow.reward.worker import score
 from staleflow.rollout.engine import Engine, Request
 from staleflow.rollout.options import ENGINES, Sampling
 from staleflow.run.directory import RunDirectory
@@ -340,6 +342,23 @@ def test_what_cannot_be_used_is_refused_in_one_line(model: Path, folder: Path, o
         configured(model, *overrides)
     assert line in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_script_that_exits_when_it_is_imported_does_not_end_the_command_without_a_word(
+    model: Path, folder: Path
+) -> None:
+    (folder / "script.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match=r"importing script failed \(SystemExit: 0\): correct the name"):
+        configured(model, "reward.function=script:reward")
+
+
+def test_a_reward_that_exits_is_a_failure_with_its_line_and_not_the_end_of_a_worker() -> None:
+    def stops(*_: object) -> float:
+        raise SystemExit(3)
+
+    with asyncio.Runner() as runner:
+        answer = score(Rewards([stops], [1.0]), None, Job(1, "2 + 2", {}, b"", "4"), runner)
+    assert "SystemExit: 3 (test_extend.py, line " in answer.why
 
 
 def test_a_model_of_another_family_needs_another_engine(model: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def score(rewards: Rewards, decode: Decode | None, job: Job, runner: asyncio.Run
         response = Response(job.text if decode is None else decode(tokens), tokens, job.cut)
         reward, parts = rewards.of(problem, response, runner)
         return Answer(job.number, reward, parts=parts)
-    except Exception as error:  # whatever the user's function raises must not end the worker
+    except (Exception, SystemExit) as error:  # whatever the user's function raises must not end the worker
         away = isinstance(error, ServiceAwayError | ConnectionError)
         if not away:
             _log(error, problem, response)
@@ -105,7 +105,7 @@ def _prompt(prompt: str | list[Any]) -> Any:
     return tuple(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else prompt
 
 
-def _log(error: Exception, problem: Problem, response: Response) -> None:
+def _log(error: BaseException, problem: Problem, response: Response) -> None:
     """To the log of the workers, and never more than some: a reward that is wrong is wrong thousands of times."""
     global _logged
     _logged += 1
