@@ -83,6 +83,24 @@ def test_a_pipe_that_is_not_read_to_its_end_is_no_error(tmp_path: Path, command:
     assert done.stderr == b""
 
 
+@pytest.mark.parametrize("streams", [(1,), (1, 2)])
+def test_a_run_whose_first_lines_nobody_reads_to_the_end_is_not_lost(tmp_path: Path, streams: tuple[int, ...]) -> None:
+    """It gets as far as the reward, which is refused after the first line of the run."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    words = [f"runs={tmp_path / 'runs'}", "reward.function=tests.runtime.local.rewards:not_a_number"]
+    with os.fdopen(writes, "w") as unread:
+        done = subprocess.run(
+            [sys.executable, "-m", "staleflow", "train", *words],
+            stdout=unread,
+            stderr=unread if 2 in streams else subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr is None or b"return a finite number" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

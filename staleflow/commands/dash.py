@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from staleflow.commands.common import LATEST, Subparsers
 from staleflow.errors import ConfigError
+from staleflow.observe.output import Output
 from staleflow.run.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _listening(views: Sequence[RunView], host: str, port: int, token: str, again
 
 
 @contextmanager
-def beside(directory: RunDirectory, port: int | None, out: TextIO) -> Iterator[None]:
+def beside(directory: RunDirectory, port: int | None, out: TextIO | Output) -> Iterator[None]:
     """The page of a run in a process of its own, while this process trains it. ``port`` None: none is wanted.
 
     A page that cannot be shown is said so and does not end the run."""
@@ -120,7 +121,7 @@ def beside(directory: RunDirectory, port: int | None, out: TextIO) -> Iterator[N
                 page.kill()
 
 
-def _pass_on(lines: Sequence[str] | TextIO, out: TextIO) -> None:
+def _pass_on(lines: Sequence[str] | TextIO, out: TextIO | Output) -> None:
     for line in lines:
         said = line.removeprefix("staleflow: error: ").removesuffix("(Ctrl-C ends the page)\n").strip()
         print(f"page: {said.removeprefix('open ')}", file=out, flush=True)

@@ -13,11 +13,11 @@ import json
 import os
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from staleflow import caller
 from staleflow.commands.common import Subparsers, add_settings, given_settings, typed
@@ -37,6 +37,7 @@ from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
 from staleflow.errors import INTERRUPTED
 from staleflow.files import no_room
+from staleflow.observe.output import Output
 from staleflow.reward.function import BAD_REWARD
 from staleflow.reward.options import Reward
 from staleflow.run.checkpoints import Choice, newest
@@ -102,7 +103,7 @@ def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) 
         directory, config = RunDirectory.existing(before)
     else:
         directory, config = None, wanted.config()
-    out = sys.stderr if options.json else sys.stdout
+    out = Output(sys.stderr if options.json else sys.stdout)
     if directory is not None and before is None and not options.dry_run:
         ahead = outlook(directory, config)
         print(ahead.text(), file=out, flush=True)
@@ -122,7 +123,7 @@ def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) 
             dry_run(config, machine, options.json)
         check(config, machine, room=not joins, there=there)
         if note:
-            print(f"staleflow: {note}", file=sys.stderr)
+            print(f"staleflow: {note}", file=Output(sys.stderr))
     if options.dry_run:
         return 0
     with ExitStack() as held:
@@ -133,7 +134,7 @@ def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) 
             if supervisor is not None and before is None:  # nothing is lost if this process dies while it loads
                 supervisor.tell(directory.path)
             for note in choice.notes:
-                print(f"staleflow: {note}", file=sys.stderr)
+                print(f"staleflow: {note}", file=Output(sys.stderr))
         name = wanted.source or LAPTOP
         view = options.plain, options.json
         port = options.port if options.dash else None
@@ -160,7 +161,7 @@ def train(
     if config.runtime == "local" and find_spec("torch") is None:  # only the processes of the run load it
         raise ConfigError("PyTorch is not installed: pip install 'staleflow[local]'")
     began = time.monotonic()
-    out = sys.stderr if quiet else sys.stdout
+    out = Output(sys.stderr if quiet else sys.stdout)
     again = supervisor is not None and supervisor.run is not None
 
     def say(what: str) -> None:
@@ -218,11 +219,10 @@ def train(
     try:
         directory.write(directory.summary, summary)
     except OSError as error:  # a full disk; the checkpoint is there
-        print(f"staleflow: {directory.summary} cannot be written ({error.strerror})", file=sys.stderr)
+        print(f"staleflow: {directory.summary} cannot be written ({error.strerror})", file=Output(sys.stderr))
     if not quiet:
-        with suppress(OSError):  # the terminal is gone
-            took = f"this command took {time.monotonic() - began:.0f} s, with start, evaluations and checkpoints"
-            print(f"{summary_text(summary, directory)}\n{took}", flush=True)
+        took = f"this command took {time.monotonic() - began:.0f} s, with start, evaluations and checkpoints"
+        print(f"{summary_text(summary, directory)}\n{took}", file=out, flush=True)
     return summary
 
 
@@ -269,7 +269,7 @@ async def try_reward(reward: Reward, problem: Problem) -> None:
         raise ConfigError(f"reward.function={', '.join(reward.functions)}: {why}")
 
 
-def _warming(step: int, loss: float, out: TextIO) -> None:
+def _warming(step: int, loss: float, out: Output) -> None:
     """The first run makes the base model."""
     if step == 0:
         print("making the base model by a short supervised warm start; it is kept for later runs", file=out)

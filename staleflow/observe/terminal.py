@@ -21,6 +21,7 @@ from rich.live import Live
 
 from staleflow.observe.layout import StatusView, clean, mean_reward
 from staleflow.observe.marks import decimal, duration, number, percent
+from staleflow.observe.output import Output
 from staleflow.observe.status import Status
 
 PERIOD_S = 0.25
@@ -54,9 +55,9 @@ def _or_dash(value: int | None) -> str:
 
 class TerminalView:
     def __init__(
-        self, file: IO[str] | None = None, plain: bool = False, clock: Callable[[], float] = time.monotonic
+        self, file: IO[str] | Output | None = None, plain: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._output = _Output(file or sys.stdout)
+        self._output = Output(file or sys.stdout)  # left to itself rich ends the process when a pipe breaks
         self._clock = clock
         self._drawn_at = float("-inf")
         self._pending: Status | None = None
@@ -123,33 +124,3 @@ class TerminalView:
             live.start()
             live.update(StatusView(self._pending), refresh=True)
             self._pending = None
-
-
-class _Output:
-    """A file that never fails: silent for good after its first error, a question mark for what it cannot encode.
-
-    Left to itself rich ends the process when a pipe breaks.
-    """
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-        self._silent = False
-        self.encoding: str = getattr(file, "encoding", None) or "utf-8"
-
-    def isatty(self) -> bool:
-        return self._file.isatty()
-
-    def write(self, text: str) -> int:
-        self._safely(lambda: self._file.write(text.encode(self.encoding, "replace").decode(self.encoding)))
-        return len(text)
-
-    def flush(self) -> None:
-        self._safely(self._file.flush)
-
-    def _safely(self, act: Callable[[], object]) -> None:
-        if self._silent:
-            return
-        try:
-            act()
-        except (OSError, ValueError):  # a broken pipe, a full disk, a closed file
-            self._silent = True

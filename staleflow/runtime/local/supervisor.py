@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Self
 
 from staleflow.errors import INTERRUPTED, ending
+from staleflow.observe.output import Output
 from staleflow.readable import readable
 from staleflow.run.processes import end, processes
 from staleflow.runtime.restarts import Restarts
@@ -143,7 +144,7 @@ def supervised(
             stored |= watch.stored
             if code == NO_ROOM and run is not None:
                 if not full:
-                    print(f"staleflow: no room on the disk of {run}: continues when there is", file=sys.stderr)
+                    print(f"staleflow: no room on the disk of {run}: continues when there is", file=Output(sys.stderr))
                 full = True
                 if asks.wait(ROOM_S):
                     code = _stopped(run)
@@ -157,7 +158,8 @@ def supervised(
             pause_s = restarts.died("control", time.monotonic()) if known is not None else None
             if pause_s is None:
                 often = f" {restarts.count('control')} times in {restarts.within_s / 60:g} minutes" if known else ""
-                print(f"staleflow: error: the control plane died{often}: {deaths[-1]}{_again(known)}", file=sys.stderr)
+                why = f"the control plane died{often}: {deaths[-1]}{_again(known)}"
+                print(f"staleflow: error: {why}", file=Output(sys.stderr))
                 break
             if asks.wait(pause_s):
                 code = _stopped(known)
@@ -169,7 +171,7 @@ def supervised(
 
 
 def _stopped(run: Path | None) -> int:
-    print(f"staleflow: stopped while the control plane was dead{_again(run)}", file=sys.stderr)
+    print(f"staleflow: stopped while the control plane was dead{_again(run)}", file=Output(sys.stderr))
     return INTERRUPTED
 
 
@@ -253,7 +255,7 @@ class Watch:
                 _say(self._says, f"{found[0]} {code}")
             for each in self.watchdog.look(time.monotonic()):
                 if each.news:
-                    print(f"staleflow: {each}", file=sys.stderr)
+                    print(f"staleflow: {each}", file=Output(sys.stderr))
                 if each.lost:
                     self.killed = True
                     os.kill(self._child, signal.SIGKILL)
