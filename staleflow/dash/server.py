@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from http.cookies import SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import parse_qsl, quote, urlsplit
 
 import msgspec
@@ -39,6 +40,7 @@ TYPES = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
+FILES = {each.name: each for each in PAGE.iterdir() if each.suffix in TYPES}
 COOKIE = "staleflow_token"
 LOOKED_AT_S, ALONE_S = 0.25, 2.0
 """Between two looks at the files."""
@@ -153,6 +155,11 @@ class _Http(ThreadingHTTPServer):
     request_queue_size = 64
     dash: Dash
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Who asked may be gone at any time: that is nobody's mistake, and nothing is printed of it."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -164,7 +171,12 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.dash
 
     def do_GET(self) -> None:
-        dash, url = self._dash, urlsplit(self.path)
+        dash = self._dash
+        try:
+            url = urlsplit(self.path)
+        except ValueError:
+            self._send(400, "text/plain", b"this is not an address\n")
+            return
         asked = dict(parse_qsl(url.query, keep_blank_values=True))
         dash.looked_at = time.monotonic()
         if not self._may(asked):
@@ -181,8 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _may(self, asked: dict[str, str]) -> bool:
         token = self._dash.token
         if not token:
-            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
-            if is_loopback(host):
+            if names_loopback(self.headers.get("Host", "")):
                 return True
             self._send(403, "text/plain", b"this page answers to localhost only: open http://127.0.0.1:PORT/\n")
             return False
@@ -198,11 +209,10 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def _file(self, name: str) -> None:
-        path = PAGE / name
-        if path.parent != PAGE or path.suffix not in TYPES or not path.is_file():
-            self._send(404, "text/plain", b"there is no such page\n")
+        if name in FILES:
+            self._send(200, TYPES[FILES[name].suffix], FILES[name].read_bytes())
         else:
-            self._send(200, TYPES[path.suffix], path.read_bytes())
+            self._send(404, "text/plain", b"there is no such page\n")
 
     def _send(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
@@ -250,6 +260,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing is printed for each request."""
+
+
+def names_loopback(header: str) -> bool:
+    """Whether the host that a request names is this machine."""
+    try:
+        return is_loopback(urlsplit(f"//{header}").hostname or "")
+    except ValueError:  # it names none
+        return False
 
 
 def is_loopback(host: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
 import threading
 import urllib.error
 import urllib.request
@@ -67,6 +69,41 @@ def test_every_endpoint_answers_and_is_documented(dash: Dash) -> None:
         assert f"`GET {path}`" in text, f"{path} is not described in docs/dash.md"
         ask(dash, path + ("?name=p0/0" if path == "/api/trajectory" else ""))
     assert "`GET /api/events`" in text
+
+
+def asked_raw(dash: Dash, words: bytes) -> bytes:
+    """The first line of the answer to a request that no browser makes."""
+    with socket.create_connection(("127.0.0.1", dash.port), timeout=20) as line:
+        line.sendall(words)
+        return line.makefile("rb").readline().rstrip()
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (b"GET http://[x/ HTTP/1.1\r\nHost: localhost", b"400"),
+        (b"GET / HTTP/1.1\r\nHost: [", b"403"),
+        (b"GET / HTTP/1.1\r\nHost: [::1", b"403"),
+        (b"GET /" + b"a" * 300 + b".js HTTP/1.1\r\nHost: localhost", b"404"),
+        (b"GET /../server.py HTTP/1.1\r\nHost: localhost", b"404"),
+        (b"GET /api/now?run=\xff\xfe HTTP/1.1\r\nHost: localhost", b"400"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_answered_without_a_traceback(
+    dash: Dash, words: bytes, status: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert status in asked_raw(dash, words + b"\r\n\r\n")
+    assert capfd.readouterr().err == ""
+
+
+def test_who_goes_away_before_asking_is_no_traceback(dash: Dash, capfd: pytest.CaptureFixture[str]) -> None:
+    for words in (b"", b"GET / HT", b"GET /api/learning HTTP/1.1\r\nHost: local"):
+        line = socket.create_connection(("127.0.0.1", dash.port), timeout=20)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset
+        line.sendall(words)
+        line.close()
+    ask(dash, "/api/runs")
+    assert capfd.readouterr().err == ""
 
 
 def test_one_trajectory_can_be_followed_from_its_prompt_to_its_step(dash: Dash) -> None:
