@@ -90,7 +90,19 @@ class Form:
         return None if re.fullmatch(self.pattern, value) else f" is unknown: {self.fix}"
 
 
+class Encodable:
+    """Text that files of a run can hold. The name of a file need not be: Linux takes any bytes."""
+
+    def problem(self, value: Any) -> str | None:
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            return " is not UTF-8: rename the file or folder, or write the text in UTF-8"
+        return None
+
+
 FINITE = Range()
+TEXT = Encodable()
 Whole = Annotated[int, Range(0)]
 Count = Annotated[int, Range(1)]
 Amount = Annotated[float, Range(0)]
@@ -178,10 +190,13 @@ def _registries(kind: type) -> tuple[tuple[str, Registry[Any]], ...]:
 def _in(hint: Any) -> Iterator[Rule]:
     """The rules in a type and its parts."""
     if get_origin(hint) is Annotated:
+        yield from (rule for rule in _in(hint.__origin__) if rule is TEXT)
         yield from (each for each in hint.__metadata__ if isinstance(each, Rule))
     elif get_origin(hint) is Literal:
         yield OneOf(get_args(hint))
     elif hint in (int, float):
         yield FINITE
+    elif hint is str:
+        yield TEXT
     elif get_origin(hint) in (tuple, Union, UnionType):
         yield from dict.fromkeys(rule for part in get_args(hint) for rule in _in(part))

@@ -22,6 +22,7 @@ from staleflow.config.presets import LAPTOP, PLAIN, PRESETS, Tree
 from staleflow.config.schema import Config
 from staleflow.config.text import one_line, parse, render, short
 from staleflow.errors import ConfigError
+from staleflow.settings import TEXT
 
 ENDINGS = (".yaml", ".yml", ".toml")
 OF_SOURCE = ("source", "arguments", "held_out", "held_out_count")
@@ -40,6 +41,8 @@ def load(
         return _loaded(None if name_or_path is None else os.fspath(name_or_path), overrides, default)
     except ConfigError as error:
         raise ConfigError(one_line(error)) from None
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{error.object}{TEXT.problem(error.object)}") from None
     except RecursionError:
         raise ConfigError("values are nested too deeply: write them flat") from None
 

@@ -45,6 +45,7 @@ from staleflow.config import Config, ConfigError, load, to_yaml
 from staleflow.errors import RunError
 from staleflow.files import write_whole
 from staleflow.servers.weights.segments import StoreRegistry
+from staleflow.settings import TEXT
 
 _JOURNAL = re.compile(r"events(?:-(\d+))?\.db")
 
@@ -69,7 +70,7 @@ class RunDirectory:
     @classmethod
     def create(cls, config: Config, name: str) -> RunDirectory:
         """A new one under ``config.runs``, and the link ``latest`` to it."""
-        runs = Path(config.runs).absolute()
+        runs = _in_utf8(Path(config.runs).absolute())
         stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
         try:
             runs.mkdir(parents=True, exist_ok=True)
@@ -85,6 +86,7 @@ class RunDirectory:
     @classmethod
     def at(cls, path: Path, config: Config) -> RunDirectory:
         """A new one with this path."""
+        _in_utf8(path.absolute())
         try:
             path.mkdir(mode=0o700, parents=True)
             run = cls(path.resolve())
@@ -98,7 +100,7 @@ class RunDirectory:
         """The directory of a run that is to continue: a folder, or the name of one among ``runs``."""
         if not path.exists() and len(path.parts) == 1:
             path = Path(Config().runs) / path
-        run = cls(path.resolve())
+        run = cls(_in_utf8(path.resolve()))
         if not run.config_file.is_file():
             why = "it has no config.yaml" if path.exists() else "there is nothing"
             raise ConfigError(
@@ -191,6 +193,13 @@ class RunDirectory:
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
+
+
+def _in_utf8(path: Path) -> Path:
+    """What a run writes names its directory, in UTF-8; a folder may have any bytes in its name."""
+    if problem := TEXT.problem(path):
+        raise ConfigError(f"{path}{problem}")
+    return path
 
 
 def _names(path: Path) -> Iterator[Path]:

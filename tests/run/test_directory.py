@@ -13,6 +13,7 @@ from staleflow.cli import main
 from staleflow.config import load
 from staleflow.errors import RunError
 from staleflow.run.directory import RunDirectory
+from tests.refusals import refused, refused_command
 
 pytestmark = pytest.mark.processes
 
@@ -41,6 +42,31 @@ def owner(run: RunDirectory) -> subprocess.Popen[bytes]:
 
 def content(run: RunDirectory) -> dict[str, bytes]:
     return {str(each): each.read_bytes() for each in run.path.rglob("*") if each.is_file()}
+
+
+@pytest.mark.parametrize(
+    "words", ["runs={folder}", "model={folder}", "--resume {folder}", "rollout.stop_strings=[{folder}]"]
+)
+def test_a_name_that_is_not_utf8_is_one_line_and_leaves_nothing(
+    tmp_path: Path, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    said = refused_command(capsys, "train", *words.format(folder=folder).split())
+    assert "is not UTF-8: rename the file or folder" in said
+    assert [each.name for each in folder.iterdir()] == ["config.yaml"]
+
+
+def test_a_working_directory_whose_name_is_not_utf8_gets_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for make in (lambda: RunDirectory.create(load(None), "test"), lambda: RunDirectory.at(Path("new"), load(None))):
+        assert "is not UTF-8" in refused(make)
+    assert not list(folder.iterdir())
 
 
 def test_a_second_owner_is_refused_and_writes_nothing(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
