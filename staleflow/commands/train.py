@@ -43,6 +43,7 @@ from staleflow.reward.options import Reward
 from staleflow.run.checkpoints import Choice, newest
 from staleflow.run.directory import RunDirectory
 from staleflow.run.environment import write_environment
+from staleflow.run.fleet import simulated
 from staleflow.run.processes import processes
 from staleflow.run.resuming import outlook, prepared, resumable
 from staleflow.runtime.local.supervisor import NO_ROOM, Supervisor, supervised
@@ -312,6 +313,8 @@ def _resumed(path: Path, source: str | None, changes: list[str]) -> tuple[RunDir
     directory, before = RunDirectory.existing(path)
     if source is not None:
         raise ConfigError(f"--resume takes the settings from {path}: leave {source!r} out")
+    if simulated(directory.fleet):
+        raise ConfigError(f"{path} is a simulated run, of which nothing was trained: start a run by staleflow train")
     config = load(str(directory.config_file), changes)
     if changed := differences(before, config):
         why = f" (training.schedule={config.training.schedule} depends on them)" if "steps" in changed else ""

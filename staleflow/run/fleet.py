@@ -80,6 +80,12 @@ def read_fleet(path: Path) -> Iterator[Moment]:
     return read_lines(path, Moment)
 
 
+def simulated(path: Path) -> bool:
+    """Whether it was recorded under the virtual clock."""
+    first = next(read_fleet(path), None)
+    return first is not None and not first.at
+
+
 def moment_of(status: Status, at: float) -> Moment:
     return Moment(
         round(status.seconds, 3),

@@ -53,6 +53,18 @@ def test_bad_input_is_refused_before_anything_heavy_is_loaded(
         assert says in refused(capsys, tmp_path / "runs", *words)
 
 
+@pytest.mark.parametrize("words", [[], ["steps=3"], ["--dry-run"]])
+def test_a_simulated_run_is_not_resumed_for_want_of_its_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["simulate", "--steps", "1", "--instances", "2", "--groups", "2", "--record", str(run)]) == 0
+    capsys.readouterr()
+    before = {each: each.stat().st_mtime_ns for each in run.rglob("*")}
+    assert "is a simulated run" in refused_command(capsys, "train", "--resume", str(run), *words)
+    assert {each: each.stat().st_mtime_ns for each in run.rglob("*")} == before
+
+
 def test_a_run_without_pytorch_is_refused_before_it_starts_processes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
