@@ -17,7 +17,7 @@ from typing import NoReturn
 from staleflow import __version__, caller
 from staleflow.commands.common import as_setting, refuse
 from staleflow.config.text import one_line
-from staleflow.errors import INTERRUPTED, RunError, StaleFlowError
+from staleflow.errors import INTERRUPTED, ConfigError, RunError, StaleFlowError
 
 COMMANDS = (
     "train", "runs", "dash", "why", "report", "samples", "trace", "scale",
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
     """Prints what is wrong without repeating the usage, which ``--help`` shows."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"staleflow: error: {message}\n")
+        sys.exit(refused(ConfigError(message)))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -22,6 +22,7 @@ from staleflow.api.steps import Steps
 from staleflow.caller import REWARDS, RUN
 from staleflow.config import Config, ConfigError, load, to_yaml
 from staleflow.config.convert import leaves, to_tree
+from staleflow.config.loading import fs_path
 from staleflow.config.text import render_flow
 from staleflow.errors import StaleFlowError
 from staleflow.reward.forks import Forks
@@ -55,10 +56,12 @@ def train(
 
     ``StaleFlowError`` if something is wrong; ``Interrupted`` after Ctrl-C.
     """
+    if on_step is not None and not callable(on_step):
+        raise ConfigError(f"on_step is a {type(on_step).__name__}: give a function of one row")
     with ExitStack() as held:
         folder = held.enter_context(caller_folder())
         config = configuration(config)
-        directory, before = (None, None) if resume is None else RunDirectory.existing(Path(resume))
+        directory, before = (None, None) if resume is None else RunDirectory.existing(Path(fs_path(resume, "resume")))
         wanted = config or before or load(None)
         options, own = with_rewards(wanted.reward, reward)
         wanted = with_data(replace(wanted, reward=options), data)
@@ -85,8 +88,10 @@ def with_rewards(options: Reward, reward: Rewards | None) -> tuple[Reward, dict[
         given, weights = list(reward), tuple(map(_weight, reward.values()))
     elif isinstance(reward, str) or callable(reward):
         given, weights = [reward], ()
-    else:
+    elif isinstance(reward, Iterable):
         given, weights = list(reward), options.weights
+    else:
+        given, weights = [reward], ()
     names, own = list[str](), dict[str, ARewardFunction]()
     for each in given:
         if isinstance(each, str):

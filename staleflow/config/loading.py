@@ -38,13 +38,20 @@ def load(
     """
     overrides = [overrides] if isinstance(overrides, str) else overrides
     try:
-        return _loaded(None if name_or_path is None else os.fspath(name_or_path), overrides, default)
+        return _loaded(None if name_or_path is None else fs_path(name_or_path, "the configuration"), overrides, default)
     except ConfigError as error:
         raise ConfigError(one_line(error)) from None
     except UnicodeEncodeError as error:
         raise ConfigError(f"{error.object}{TEXT.problem(error.object)}") from None
     except RecursionError:
         raise ConfigError("values are nested too deeply: write them flat") from None
+
+
+def fs_path(given: Any, what: str) -> str:
+    """As ``os.fspath``; what a program gives instead is refused."""
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(f"{what} is a {type(given).__name__}: give a name or a path")
+    return str(os.fspath(given))
 
 
 def _loaded(source: str | None, overrides: Sequence[str], default: str) -> Config:
@@ -138,7 +145,9 @@ def _without_source(data: Any, source: Any) -> Any:
     return {key: value for key, value in data.items() if key not in OF_SOURCE}
 
 
-def _override(text: str) -> tuple[str, Any]:
+def _override(text: Any) -> tuple[str, Any]:
+    if not isinstance(text, str):
+        raise ConfigError(f"{text!r} is not a setting: write key=value, such as 'staleness=1'")
     key, equals, value = text.partition("=")
     key = full_name(key.strip())
     if not equals or not key:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -186,9 +187,24 @@ def test_rewards_are_named_and_weighed() -> None:
     assert with_rewards(Reward("exact-match"), None) == (Reward("exact-match"), {})
     assert "the weight None of a reward is a NoneType: give a number" in refused(with_rewards, Reward(), {one: None})
     assert "give a function, or module:function" in refused(with_rewards, Reward(), [7])
+    assert "reward=7 is a int: give a function, or module:function" in refused(with_rewards, Reward(), 7)
     assert "two of the same name" in refused(with_rewards, Reward(), [lambda: 1, lambda: 2])
 
 
 @pytest.mark.parametrize("command", [sf.train, sf.simulate, sf.compare, sf.plan])
 def test_settings_in_a_mapping_are_refused_with_how_to_make_one(command: Any) -> None:
     assert "is a dict: give sf.load(preset or file, changes)" in refused(command, {"steps": 2})
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: sf.train(on_step=3), "on_step is a int: give a function"),  # type: ignore[arg-type]
+        (lambda: sf.train(resume=3), "resume is a int: give a name or a path"),  # type: ignore[arg-type]
+        (lambda: sf.load(5), "the configuration is a int: give a name or a path"),  # type: ignore[arg-type]
+        (lambda: sf.load(None, [5]), "5 is not a setting: write key=value"),  # type: ignore[list-item]
+        (lambda: sf.compare(staleness="x"), "argument --staleness: 'x' is not a list of whole numbers"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_with_what_to_give(call: Callable[[], object], says: str) -> None:
+    assert says in refused(call)
