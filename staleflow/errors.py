@@ -26,7 +26,16 @@ class RunError(StaleFlowError, RuntimeError):
 
 def line_of(error: BaseException) -> str:
     """An error of another library as part of a message: its type and text, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return f"{type(error).__name__}: {text_of(error)}".rstrip(": ")[:300]
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says, in one line of UTF-8. Code of users raises it: it may hold anything, or fail to say it."""
+    try:
+        text = str(error)
+    except Exception as another:
+        text = f"(its text cannot be made: {type(another).__name__})"
+    return " ".join(text.split()).encode(errors="backslashreplace").decode()
 
 
 def shown(value: object) -> str:

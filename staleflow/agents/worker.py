@@ -25,7 +25,7 @@ from staleflow.agents.outcome import Outcome, checked, failed
 from staleflow.agents.play import LimitError, Limits, Play, load_play
 from staleflow.agents.tools import kill_tree
 from staleflow.agents.worker_messages import Begin, Cancel, Ended, Entered, Over, Ready, pack, to_worker
-from staleflow.errors import StaleFlowError, line_of
+from staleflow.errors import StaleFlowError, line_of, text_of
 from staleflow.tasks.task import Problem
 
 PIECE = 1 << 20
@@ -83,7 +83,7 @@ class Worker:
             outcome = failed(f"{error} (catch LimitError, and return truncated(reward, why), to keep it)")
         except (Exception, SystemExit) as error:  # whatever the environment raises must not end the others
             self._log(asked.name, error)
-            outcome = failed(str(error) if isinstance(error, StaleFlowError) else line_of(error))
+            outcome = failed(text_of(error) if isinstance(error, StaleFlowError) else line_of(error))
         await model.close()
         del self._playing[asked.number]
         self.say(Ended(asked.number, outcome))
@@ -107,7 +107,7 @@ async def _serve(into: int, out: int, options: Environment) -> None:
     try:
         play = load_play(options)
     except Exception as error:
-        why = str(error) if isinstance(error, StaleFlowError) else line_of(error)
+        why = text_of(error) if isinstance(error, StaleFlowError) else line_of(error)
         os.write(out, pack(Ready(why or "the environment cannot be loaded")))
         return
     worker = Worker(play, options, out)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import msgspec
 
@@ -173,7 +173,7 @@ class _Workers:
             _, (stderr, *_), _, _ = socket.recv_fds(connection, 1, 1)
             os.dup2(stderr, 2)
             os.close(stderr)
-            sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)  # a notebook's would go elsewhere
+            sys.stdout = sys.stderr = _log()  # a notebook's would go elsewhere
             options, decoder = _first(connection)
             seen = environment(options.environment)
             os.environ.clear()
@@ -185,6 +185,11 @@ class _Workers:
             traceback.print_exc()
         finally:
             os._exit(1)
+
+
+def _log() -> TextIO:
+    """Standard error, as a program has it: whatever is printed there, it is no error."""
+    return os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
 
 
 def _first(connection: socket.socket) -> tuple[Reward, str]:

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from staleflow.errors import StaleFlowError
+from staleflow.errors import StaleFlowError, text_of
 from staleflow.reward.function import NONE, Response, RewardError, Rewards, Score, ServiceAwayError, load_rewards
 from staleflow.reward.options import Reward
 from staleflow.reward.wire import READY, Answer, Job, pack
@@ -143,7 +143,7 @@ def _read(stream: int, jobs: "SimpleQueue[Job]") -> None:
 
 def _line(error: BaseException) -> str:
     """In one line, with the place where it was raised if that is not ours."""
-    text = " ".join(str(error).split())[:500]
+    text = text_of(error)[:500]
     if isinstance(error, StaleFlowError):
         return text
     last = traceback.extract_tb(error.__traceback__)[-1:]

@@ -120,6 +120,21 @@ def test_a_failure_is_logged_with_its_traceback_and_the_sample(folder: Path, cap
     assert 'return problem.facts["gold"]' in logged
 
 
+def test_a_failure_whose_text_cannot_be_sent_is_a_failure_and_not_the_end_of_its_worker(folder: Path) -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise LookupError("nothing to say")
+
+    def broken(_problem: Problem, response: Response) -> float:
+        print("half a character: \ud83d")
+        raise MuteError if response.text == "mute" else ValueError("half a character: \ud83d")
+
+    with Forks({"broken": broken}, folder / REWARDS):
+        half, mute = scored(Reward("python:broken"), ["half", "mute"])
+    assert half.startswith(r"ValueError: half a character: \ud83d (test_forks.py")
+    assert mute.startswith("MuteError: (its text cannot be made: LookupError)")
+
+
 def test_a_function_of_a_program_that_is_gone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for where in (None, tmp_path):
         monkeypatch.delenv(VARIABLE, raising=False) if where is None else monkeypatch.setenv(VARIABLE, str(where))
