@@ -11,8 +11,10 @@ loopback every request needs the token: once as ``?token=``, then by a cookie, o
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
+import socket
 import sys
 import threading
 import time
@@ -74,7 +76,7 @@ class Dash:
         try:
             self._http = _Http((host, port), _Handler)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}): give another --port") from None
+            raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}): {_instead(error)}") from None
         self._http.dash = self
         self.host, self.port = host, self._http.server_address[1]
         self._follower = threading.Thread(target=self._follow, name="follow the run", daemon=True)
@@ -154,6 +156,11 @@ class _Http(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
     dash: Dash
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Who asked may be gone at any time: that is nobody's mistake, and nothing is printed of it."""
@@ -260,6 +267,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing is printed for each request."""
+
+
+def _instead(error: OSError) -> str:
+    """What to give where a server cannot listen."""
+    own = error.errno in (errno.EADDRINUSE, errno.EACCES)
+    return "give another --port" if own else "give an address of this machine as --host"
 
 
 def names_loopback(header: str) -> bool:

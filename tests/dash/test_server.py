@@ -9,7 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -22,6 +22,7 @@ from staleflow.dash.run_view import RunView
 from staleflow.dash.server import Dash
 from staleflow.run.directory import RunDirectory
 from tests.dash.recorded import recorded, sample, write_samples
+from tests.refusals import refused
 
 DOCS = Path(__file__).parents[2] / "docs/dash.md"
 
@@ -69,6 +70,17 @@ def test_every_endpoint_answers_and_is_documented(dash: Dash) -> None:
         assert f"`GET {path}`" in text, f"{path} is not described in docs/dash.md"
         ask(dash, path + ("?name=p0/0" if path == "/api/trajectory" else ""))
     assert "`GET /api/events`" in text
+
+
+def test_a_page_listens_on_an_address_of_ipv6_as_well() -> None:
+    with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6), Dash([], "::1") as dash:
+        assert dash.url == f"http://[::1]:{dash.port}/"
+
+
+@pytest.mark.parametrize(("host", "instead"), [("203.0.113.7", "--host"), ("127.0.0.1", "--port")])
+def test_where_a_page_cannot_listen_it_says_what_to_change(host: str, instead: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert instead in refused(Dash, [], host, other.getsockname()[1]).partition("give")[2]
 
 
 def asked_raw(dash: Dash, words: bytes) -> bytes:
