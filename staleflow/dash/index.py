@@ -205,9 +205,12 @@ class Index:
         return self._ask(query, (lane, begin, end, begin, width))
 
     def _ask(self, query: str, values: Sequence[Any]) -> list[Any]:
-        """Each thread by its own connection."""
+        """Each thread by its own connection; if the file was deleted since, by the one that still has it."""
         if not hasattr(self._local, "db"):
-            self._local.db = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=5.0)
+            try:
+                self._local.db = sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
+            except sqlite3.OperationalError:
+                self._local.db = self._db
         return self._local.db.execute(query, tuple(values)).fetchall()
 
     # The file

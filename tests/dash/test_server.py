@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import struct
 import threading
@@ -70,6 +71,19 @@ def test_every_endpoint_answers_and_is_documented(dash: Dash) -> None:
         assert f"`GET {path}`" in text, f"{path} is not described in docs/dash.md"
         ask(dash, path + ("?name=p0/0" if path == "/api/trajectory" else ""))
     assert "`GET /api/events`" in text
+
+
+def test_a_run_that_is_removed_while_it_is_watched_takes_no_other_from_the_page(tmp_path: Path) -> None:
+    removed, _ = recorded(tmp_path / "removed", seed=1)
+    kept, _ = recorded(tmp_path / "kept", seed=2)
+    with served(removed, kept) as dash:
+        before = ask(dash, "/api/trajectories?run=0&limit=200")
+        shutil.rmtree(removed.path)
+        assert [each["name"] for each in ask(dash, "/api/runs")] == ["removed", "kept"]
+        for path in dash.api.endpoints.keys() - {"/api/trajectory"}:
+            for run in (0, 1):
+                ask(dash, f"{path}?run={run}")
+        assert ask(dash, "/api/trajectories?run=0&limit=200") == before
 
 
 def test_a_page_listens_on_an_address_of_ipv6_as_well() -> None:
