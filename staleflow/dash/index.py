@@ -29,6 +29,7 @@ from staleflow.dash.replica import Ended, Mark, Replica
 from staleflow.errors import RunError, line_of
 from staleflow.run.directory import RunDirectory
 from staleflow.run.events import EventReader, Place
+from staleflow.servers.database import read_only
 
 FORMAT = 1
 ROWS = 8
@@ -104,7 +105,7 @@ class Index:
 
     def _begin(self, place: Place) -> None:
         """A journal that is new to this index."""
-        with closing(sqlite3.connect(f"file:{self.directory.journal(place.journal)}?mode=ro", uri=True)) as db:
+        with closing(read_only(self.directory.journal(place.journal))) as db:
             found = db.execute("SELECT value FROM meta WHERE key='settings'").fetchone()
             snapshot = db.execute("SELECT position, body FROM snapshot").fetchone() if place.journal > 1 else None
         if found is None:
@@ -208,7 +209,7 @@ class Index:
         """Each thread by its own connection; if the file was deleted since, by the one that still has it."""
         if not hasattr(self._local, "db"):
             try:
-                self._local.db = sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
+                self._local.db = read_only(self._path)
             except sqlite3.OperationalError:
                 self._local.db = self._db
         return self._local.db.execute(query, tuple(values)).fetchall()

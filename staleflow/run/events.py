@@ -45,7 +45,7 @@ import msgspec
 
 from staleflow.run.directory import RunDirectory
 from staleflow.servers.book import group_name, of_group
-from staleflow.servers.database import readable
+from staleflow.servers.database import read_only, readable
 from staleflow.servers.durable import frozen
 from staleflow.servers.journal import TIME, Event
 
@@ -184,8 +184,7 @@ def _whole_number(body: bytes, at: int) -> int:
 
 
 def _open(directory: RunDirectory, number: int) -> sqlite3.Connection:
-    path = directory.journal(number)
-    return sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0)
+    return read_only(directory.journal(number))
 
 
 def _end(db: sqlite3.Connection) -> int:

@@ -31,6 +31,11 @@ class DamagedError(JournalError):
     """It is not what was written, or not all of it: a run may continue from a checkpoint instead."""
 
 
+def read_only(path: Path) -> sqlite3.Connection:
+    """A database that somebody else writes. Its path may have any characters: those of an address are escaped."""
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
+
+
 def torn_bytes(path: Path) -> int:
     """How many bytes at the end of the write-ahead file belong to a transaction that was never finished.
 

@@ -86,6 +86,15 @@ def test_a_run_that_is_removed_while_it_is_watched_takes_no_other_from_the_page(
         assert ask(dash, "/api/trajectories?run=0&limit=200") == before
 
 
+def test_a_run_whose_path_has_characters_of_an_address_is_shown(tmp_path: Path) -> None:
+    (folder := tmp_path / "lr=1e-5?mode=x#2 50%41").mkdir()
+    directory, _ = recorded(folder / "a<b>&'\n😀", seed=1)
+    with served(directory) as dash:
+        assert ask(dash, "/api/runs")[0]["trouble"] == ""
+        name = ask(dash, "/api/trajectories?state=trained&limit=1")["trajectories"][0]["name"]
+        assert ask(dash, f"/api/trajectory?name={name}")["events"]
+
+
 def test_a_page_listens_on_an_address_of_ipv6_as_well() -> None:
     with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6), Dash([], "::1") as dash:
         assert dash.url == f"http://[::1]:{dash.port}/"
