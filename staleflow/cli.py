@@ -5,6 +5,7 @@ What cannot be done is refused in one line, with exit code 2; why a run got stuc
 
 import argparse
 import difflib
+import errno
 import json
 import os
 import select
@@ -92,6 +93,25 @@ def unread() -> bool:
     return True
 
 
+def stands_somewhere() -> bool:
+    """Whether the working directory is still there."""
+    try:
+        return bool(os.getcwd())
+    except OSError:
+        return False
+
+
+def what_failed(error: OSError) -> str:
+    """What the system refused, with what helps against it."""
+    if error.errno == errno.EMFILE:
+        return "too many files are open: raise the limit, as by ulimit -n 4096"
+    if error.errno == errno.ENOENT and not stands_somewhere():
+        return "the working directory was removed: change into one that is there"
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return f"{error.filename} is not open to this user: give another path, or change who may use it"
+    return str(error)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     open_streams()
     options = parse(arguments)
@@ -103,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except OSError as error:  # a full disk, a folder that is not ours
-        return UNREAD if unread() else refused(RunError(str(error)))
+        return UNREAD if unread() else refused(RunError(what_failed(error)))
     except StaleFlowError as error:
         return refused(error)
     except KeyboardInterrupt:

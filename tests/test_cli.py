@@ -1,5 +1,6 @@
 """The command line as a person meets it."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from staleflow.cli import COMMANDS, UNREAD, main
+from staleflow.cli import COMMANDS, UNREAD, main, what_failed
+
+ROOT = str(Path(__file__).parents[1])
 
 
 def test_train_without_arguments_has_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +84,37 @@ def test_a_pipe_that_is_not_read_to_its_end_is_no_error(tmp_path: Path, command:
         )
     assert done.returncode == UNREAD
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize("command", ["train", "simulate", "doctor", "dash"])
+def test_a_working_directory_that_was_removed_is_said_so(tmp_path: Path, command: str) -> None:
+    words = f"cd {tmp_path}; rmdir {tmp_path}; exec {sys.executable} -m staleflow {command}"
+    done = subprocess.run(
+        words,
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"PYTHONPATH": ROOT},
+    )
+    assert done.returncode == 2
+    assert done.stderr == "staleflow: error: the working directory was removed: change into one that is there\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "helps"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "raise the limit"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/root/x"),
+            "/root/x is not open to this user: give another",
+        ),
+        (OSError(errno.EIO, "Input/output error", "/disk/x"), "Input/output error: '/disk/x'"),
+    ],
+)
+def test_what_the_system_refuses_is_said_with_what_helps(error: OSError, helps: str) -> None:
+    assert helps in what_failed(error)
 
 
 @pytest.mark.parametrize("streams", [(1,), (1, 2)])
