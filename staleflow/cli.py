@@ -8,7 +8,6 @@ import difflib
 import errno
 import json
 import os
-import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from staleflow import __version__, caller
 from staleflow.commands.common import as_setting, refuse
 from staleflow.config.text import one_line
 from staleflow.errors import INTERRUPTED, ConfigError, RunError, StaleFlowError
+from staleflow.observe.output import open_streams, unread
 
 COMMANDS = (
     "train", "runs", "dash", "why", "report", "samples", "trace", "scale",
@@ -72,25 +72,6 @@ def refused(error: StaleFlowError) -> int:
     if caller.tell(caller.ERROR, json.dumps(told | {"module": kind.__module__, "name": kind.__qualname__})):
         return error.exit_code
     return refuse(error, error.exit_code)
-
-
-def open_streams() -> None:
-    """Those that are closed, as by ``>&-``: otherwise files of the run get their numbers, and processes print there."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            handle = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(handle, True)
-            setattr(sys, name, os.fdopen(handle, mode))
-
-
-def unread() -> bool:
-    """Whether who read what is printed has had enough, as ``head`` has. If so, the rest goes nowhere."""
-    looks = select.poll()
-    looks.register(1, 0)
-    if not any(event & select.POLLERR for _, event in looks.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return True
 
 
 def stands_somewhere() -> bool:

@@ -86,12 +86,10 @@ def with_rewards(options: Reward, reward: Rewards | None) -> tuple[Reward, dict[
         return options, {}
     if isinstance(reward, Mapping):
         given, weights = list(reward), tuple(map(_weight, reward.values()))
-    elif isinstance(reward, str) or callable(reward):
+    elif isinstance(reward, str) or callable(reward) or not isinstance(reward, Iterable):
         given, weights = [reward], ()
-    elif isinstance(reward, Iterable):
-        given, weights = list(reward), options.weights
     else:
-        given, weights = [reward], ()
+        given, weights = list(reward), options.weights
     names, own = list[str](), dict[str, ARewardFunction]()
     for each in given:
         if isinstance(each, str):

@@ -27,7 +27,7 @@ from staleflow.config.presets import LAPTOP, PAPER
 from staleflow.config.text import one_line, render_flow
 from staleflow.errors import ConfigError
 from staleflow.files import write_whole
-from staleflow.observe.output import Output
+from staleflow.observe.output import remark
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,7 +73,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 def refuse(error: object, code: int = 2) -> int:
     """Print what is wrong on one line, whatever characters are in it."""
-    print(f"staleflow: error: {one_line(error)}", file=Output(sys.stderr))
+    remark(f"error: {one_line(error)}")
     return code
 
 

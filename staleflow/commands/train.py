@@ -37,7 +37,7 @@ from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
 from staleflow.errors import INTERRUPTED
 from staleflow.files import no_room
-from staleflow.observe.output import Output
+from staleflow.observe.output import Output, remark
 from staleflow.reward.function import BAD_REWARD
 from staleflow.reward.options import Reward
 from staleflow.run.checkpoints import Choice, newest
@@ -124,7 +124,7 @@ def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) 
             dry_run(config, machine, options.json)
         check(config, machine, room=not joins, there=there)
         if note:
-            print(f"staleflow: {note}", file=Output(sys.stderr))
+            remark(note)
     if options.dry_run:
         return 0
     with ExitStack() as held:
@@ -135,7 +135,7 @@ def run_once(options: argparse.Namespace, supervisor: Supervisor | None = None) 
             if supervisor is not None and before is None:  # nothing is lost if this process dies while it loads
                 supervisor.tell(directory.path)
             for note in choice.notes:
-                print(f"staleflow: {note}", file=Output(sys.stderr))
+                remark(note)
         name = wanted.source or LAPTOP
         view = options.plain, options.json
         port = options.port if options.dash else None
@@ -220,7 +220,7 @@ def train(
     try:
         directory.write(directory.summary, summary)
     except OSError as error:  # a full disk; the checkpoint is there
-        print(f"staleflow: {directory.summary} cannot be written ({error.strerror})", file=Output(sys.stderr))
+        remark(f"{directory.summary} cannot be written ({error.strerror})")
     if not quiet:
         took = f"this command took {time.monotonic() - began:.0f} s, with start, evaluations and checkpoints"
         print(f"{summary_text(summary, directory)}\n{took}", file=out, flush=True)

@@ -8,7 +8,6 @@ A pure function of the configuration, the model's sizes and the machine. Weights
 exact; activations and PyTorch's own memory are estimates, marked "about".
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
@@ -18,6 +17,7 @@ from typing import Any
 from staleflow.config.machine import Machine, this_machine
 from staleflow.config.schema import Config
 from staleflow.config.sizes import Sizes, sizes_of
+from staleflow.config.text import render_flow
 
 BYTES = {"float32": 4, "bfloat16": 2}
 PROCESS = 280 * 2**20
@@ -224,7 +224,7 @@ def _halves(value: int, least: int) -> Iterator[int]:
 
 
 def _words(changes: Sequence[Change]) -> list[str]:
-    return [f"{section}.{setting}={json.dumps(value)}" for section, setting, value in changes]
+    return [f"{section}.{setting}={render_flow(value)}" for section, setting, value in changes]
 
 
 def _changed(config: Config, change: Change) -> Config:

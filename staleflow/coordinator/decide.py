@@ -106,11 +106,12 @@ def asked(kind: Registry[Entry], situation: Situation, strategies: Strategies) -
 
 
 def _check(known: tuple[type, ...], commands: list[Any], situation: Situation, _: Strategies) -> None:
+    there = {None, *situation.fleet.names}
     for each in commands:
         if not isinstance(each, known):
             names = " or ".join(each.__name__ for each in known)
             raise ValueError(f"{shown(each)} among its commands: return a list of {names}")
-        if getattr(each, "instance", None) not in (None, *situation.fleet.names):
+        if getattr(each, "instance", None) not in there:
             raise ValueError(f"{shown(each)}: name an instance of situation.fleet.names")
         if isinstance(each, Pull) and not 0 <= each.version <= situation.newest:
             raise ValueError(f"{shown(each)}, and the newest version is {situation.newest}: give situation.newest")

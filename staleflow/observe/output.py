@@ -1,11 +1,16 @@
-"""Where a run says how it is. Nobody has to listen: when the output goes away, the run continues in silence.
+"""Where a command says how it is. Nobody has to listen: when the output goes away, a run continues in silence.
 
+open_streams()                              # first of all
 out = Output(sys.stdout)
 print("loads the tokenizer", file=out)      # also into a pipe that head has closed
+remark("no room on the disk")               # a line of its own, on standard error
 """
 
 from __future__ import annotations
 
+import os
+import select
+import sys
 from collections.abc import Callable
 from typing import IO
 
@@ -35,3 +40,26 @@ class Output:
             act()
         except (OSError, ValueError):  # a broken pipe, a full disk, a closed file
             self._silent = True
+
+
+def remark(text: object) -> None:
+    print(f"staleflow: {text}", file=Output(sys.stderr))
+
+
+def open_streams() -> None:
+    """Those that are closed, as by ``>&-``: otherwise files of the run get their numbers, and processes print there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            handle = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(handle, True)
+            setattr(sys, name, os.fdopen(handle, mode))
+
+
+def unread() -> bool:
+    """Whether who read what is printed has had enough, as ``head`` has. If so, the rest goes nowhere."""
+    looks = select.poll()
+    looks.register(1, 0)
+    if not any(event & select.POLLERR for _, event in looks.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return True

@@ -113,12 +113,12 @@ class Hearing:
     def trainer_back(self, version: int) -> None:
         """Another trainer has taken over. What was sent to the dead one was sent to nobody."""
         run = self._run
-        if run.brings_back:
+        if run.remaking.brings_back:
             return  # with this one, from where it is
         if version < run.server.ledger.version:
             run.incidents.note(f"the trainer was replaced at version {version}: the steps since then are made again")
             run.control.on_trainer_lost()
-            run.bring_back()
+            run.remaking.bring_back()
             return
         run.incidents.note(f"the trainer was replaced at version {version}")
         if run.rescue.begun:
@@ -135,14 +135,14 @@ class Hearing:
         match message:
             case Ready():
                 child.ready.set()
-                self._run.evaluations.back()
+                self._run.evaluating.asked.back()
             case Evaluated():
                 self._evaluated(message)
 
     def _evaluated(self, message: Evaluated) -> None:
         run = self._run
-        run.evaluations.answered(message.version)
-        if not run.evaluations.open:
+        run.evaluating.asked.answered(message.version)
+        if not run.evaluating.asked.open:
             run.watchdog.done("evaluator", "evaluate", run.loop.time())
         if message.failed:
             what = f"{message.failed} held-out responses of version {message.version}"

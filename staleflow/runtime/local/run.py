@@ -10,7 +10,8 @@ SIGHUP, a failure that it cannot survive) leaves a checkpoint, or the message sa
 If this process dies, the others wait for another: a ``LocalRun`` on the same directory takes over *in place*. It has
 the state from the journal, adopts the processes, hears what nobody heard, and continues.
 
-What processes say is in ``hearing``, what goes wrong in ``watching``, the last checkpoint in ``rescuing``.
+What processes say is in ``hearing``, what goes wrong in ``watching``, the last checkpoint in ``rescuing``, what a new
+trainer lacks in ``remaking``, which versions are evaluated in ``evaluating``.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ from staleflow.run.step_log import StepLog
 from staleflow.run.tracked import trackers_of
 from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.local.crew import Crew, RunError
-from staleflow.runtime.local.evaluations import Evaluations
+from staleflow.runtime.local.evaluating import Evaluating
 from staleflow.runtime.local.hearing import Hearing
 from staleflow.runtime.local.playing import Playing
+from staleflow.runtime.local.remaking import Remaking
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.runtime.local.rescuing import Interrupted, Rescue
 from staleflow.runtime.local.saving import Saving
@@ -64,9 +66,7 @@ from staleflow.servers.book import let_go
 from staleflow.servers.database import JournalError
 from staleflow.servers.filters import FILTERS, check_reason
 from staleflow.servers.lifecycle import Group, Trajectory
-from staleflow.servers.made import rows_of
 from staleflow.tasks.opening import TaskSet, decoder_of, was_cut
-from staleflow.types import Evaluate
 from staleflow.workers.rollout import TICK_S
 
 __all__ = ["LocalRun", "RunError"]
@@ -122,13 +122,12 @@ class LocalRun:
         """What it does when it has started and does not train."""
         self.in_place = False
         """Whether this continues with processes of a control plane that died."""
-        self.brings_back = False
-        """Whether a trainer makes steps again that are committed."""
         self._supervisor = supervisor
         self.hearing = Hearing(self)
         self.watching = Watching(self)
         self.time = TimeSpent(self)
         self.rescue = Rescue(self)
+        self.remaking = Remaking(self)
         self.scaling = Scaling(self)
         self.costs = RunCosts()
         self.signals = Signals(config)
@@ -149,12 +148,11 @@ class LocalRun:
             for each in requested:
                 self.loop.add_signal_handler(each, self._signalled, each)
             beside = [
-                self._beside(self.watching.keep_showing(), "view"),
-                self._beside(self.watching.keep_watching(), "watch"),
+                self.beside(self.watching.keep_showing(), "view"),
+                self.beside(self.watching.keep_watching(), "watch"),
             ]
             if self._supervisor is not None:
-                self._supervisor.tell(self.directory.path)
-                self._supervisor.tell_stored()
+                self._supervisor.tell(self.directory.path, stored=True)
                 self._supervisor.attend(self._interrupt, self.crew.reaped)
             try:
                 await self._run()
@@ -181,22 +179,22 @@ class LocalRun:
         await self.crew.within(self._start(), "start of all processes", limit_s)
         self.started = True
         self.crew.optional.add("evaluator")
-        await self._make_again()
+        await self.remaking.all()
         if not self.in_place or not self.server.ledger.version:
-            await self._evaluate()
+            await self.evaluating.present()
         else:
-            self._ask_if_due(self.server.ledger.version)  # the evaluator may have died with who asked it
+            self.evaluating.if_due(self.server.ledger.version)  # the evaluator may have died with who asked it
         await self._train()
-        self._now("saves the last checkpoint")
+        self.now("saves the last checkpoint")
         await self.rescue.save_last()
-        await self._evaluate()
+        await self.evaluating.present()
 
-    def _now(self, doing: str) -> None:
+    def now(self, doing: str) -> None:
         """What it does now, shown at once."""
         self.doing = doing
         self.show(self)
 
-    def _beside(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def beside(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Something that runs as long as the run does; if it cannot, that is a bug, and ends it."""
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -281,7 +279,7 @@ class LocalRun:
             lambda folder, also: self.outbox.send(self._save, folder, also),
             lambda why, line: self.failed("checkpoint", why, line),
         )
-        self.evaluations = Evaluations(self._send_evaluate, self._evaluation_missing)
+        self.evaluating = Evaluating(self)
         self._log = os.open(self.directory.log("reward"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.playing = Playing(self) if config.environment.play else None
         self.pool = RewardPool(
@@ -336,7 +334,7 @@ class LocalRun:
         self.start_trainer()
         for name in self.scaling.begin(self.crew.orphans):
             self.start_instance(name)
-        self.crew.start("evaluator", "evaluator", self.hearing.evaluator, lambda _: self.evaluations.died())
+        self.crew.start("evaluator", "evaluator", self.hearing.evaluator, lambda _: self.evaluating.asked.died())
         self.crew.all_started()
         self.loop.call_later(ADOPTED_S, self.crew.give_up_adopted)
         await (self.pool if self.playing is None else self.playing).start()
@@ -394,32 +392,9 @@ class LocalRun:
             self.training = False
             self.kept.tell()
 
-    async def _make_again(self) -> None:
-        """Steps that the trainer lacks: it is fed what they were made of. Nothing else comes of them."""
-        while (step := self.trainer.at) < self.server.ledger.version:
-            if self.interrupted and not self.brings_back:
-                raise Interrupted(f"stopped by {self.stopped_by} while steps were made again: nothing is lost")
-            self._now(f"makes step {step} again")
-            if (made := self.server.made.get(step)) is None:
-                raise RunError(f"the trainer is at version {step}, and the journal does not have this step: resume")
-            self.trainer.news.clear()
-            self.trainer.make_again(step, rows_of(made, self.journal))
-            await self.crew.within(self.trainer.news.wait(), f"step {step}, made again")
-
-    def bring_back(self) -> None:
-        """A trainer begins before the present version: it makes the steps since then, and continues."""
-
-        async def bring() -> None:
-            await self._make_again()
-            self.brings_back = False
-            self.hearing.trainer_back(self.trainer.at)
-
-        self.brings_back = True
-        self._bringing = self._beside(bring(), "steps made again")
-
     def _save(self, folder: Path, also: dict[str, bytes]) -> None:
         """A trainer that is not there yet is asked again when it is."""
-        if not self.brings_back:
+        if not self.remaking.brings_back:
             self.trainer.save(folder, also)
 
     def _signalled(self, number: signal.Signals) -> None:
@@ -438,7 +413,7 @@ class LocalRun:
             self.crew.fail(Interrupted(f"stopped by {self.stopped_by} before the first step"))
         elif self.training:
             self.control.stop()
-        self.evaluations.wait_no_more()
+        self.evaluating.asked.wait_no_more()
 
     def _committing(self, step: int, groups: list[Group]) -> None:
         if (report := self.kept.report_of(step)) is None:
@@ -456,7 +431,7 @@ class LocalRun:
         self.kept.committed(step, self.time.seconds)
         let_go(groups)
         self.show(self)
-        self._ask_if_due(version)
+        self.evaluating.if_due(version)
         now = self.loop.time()
         kept = self.server.made_bytes
         if version < self.config.steps and not self.rescue.begun and self.saving.due(version, now, kept > KEPT_BYTES):
@@ -467,32 +442,6 @@ class LocalRun:
     def _aborted(self, trajectory: Trajectory, reason: str) -> None:
         self.kept.aborted(trajectory, reason)
         self.samples.forget(trajectory.name)
-
-    # Evaluation and checkpoints
-
-    async def _evaluate(self) -> None:
-        """Of the version that is there now; whatever the evaluator was asked before is answered first."""
-        version = self.server.ledger.version
-        if not self.interrupted and not any(each[0] == version for each in self.record.accuracy):
-            self._now(f"evaluates version {version} on {len(self.task.held_out)} held-out problems")
-            self.evaluations.ask(version)
-            await self.crew.within(self.evaluations.settled(version), "evaluation")
-
-    def _ask_if_due(self, version: int) -> None:
-        every, known = self.config.evaluation.every, any(each[0] == version for each in self.record.accuracy)
-        if every and version % every == 0 and version < self.config.steps and not known:
-            self.evaluations.ask(version, now=self.config.evaluation.when == "during")
-
-    def _send_evaluate(self, now: bool) -> None:
-        child = self.crew.children["evaluator"]
-        if child.ready.is_set():  # another one is asked when it is ready
-            self.watchdog.asked("evaluator", "evaluate", "evaluation", self.loop.time())
-            if now:
-                self.server.note("evaluating", self.server.ledger.version)
-            child.send(Evaluate(now))
-
-    def _evaluation_missing(self, version: int, why: str) -> None:
-        self.failed("evaluation", "missing", f"the evaluation of version {version} is missing: {why}")
 
     def failed(self, what: str, why: str, line: str) -> None:
         self.kept.counted("failures", what, why)

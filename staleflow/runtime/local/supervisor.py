@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Self
 
 from staleflow.errors import INTERRUPTED, ending
-from staleflow.observe.output import Output
+from staleflow.observe.output import remark
 from staleflow.readable import readable
 from staleflow.run.processes import end, processes
 from staleflow.runtime.restarts import Restarts
@@ -71,14 +71,13 @@ class Supervisor:
         self._hears = hears
         self._beat: asyncio.TimerHandle | None = None
 
-    def tell(self, run: Path) -> None:
-        """What is to be continued, should this process die. Earlier deaths are known to the run by now."""
+    def tell(self, run: Path, stored: bool = False) -> None:
+        """What is to be continued, should this process die, and whether its settings are stored. Earlier deaths are
+        known to the run by now."""
         self.told = True
         _say(self._tells, str(run))
-
-    def tell_stored(self) -> None:
-        """That the settings are stored."""
-        _say(self._tells, STORED)
+        if stored:
+            _say(self._tells, STORED)
 
     def attend(self, stop: Callable[[signal.Signals], None], reaped: Callable[[int, int], None]) -> None:
         """From now on ``stop`` is called when somebody wants the run to end, ``reaped`` with the pid and exit code of
@@ -144,7 +143,7 @@ def supervised(
             stored |= watch.stored
             if code == NO_ROOM and run is not None:
                 if not full:
-                    print(f"staleflow: no room on the disk of {run}: continues when there is", file=Output(sys.stderr))
+                    remark(f"no room on the disk of {run}: continues when there is")
                 full = True
                 if asks.wait(ROOM_S):
                     code = _stopped(run)
@@ -158,8 +157,7 @@ def supervised(
             pause_s = restarts.died("control", time.monotonic()) if known is not None else None
             if pause_s is None:
                 often = f" {restarts.count('control')} times in {restarts.within_s / 60:g} minutes" if known else ""
-                why = f"the control plane died{often}: {deaths[-1]}{_again(known)}"
-                print(f"staleflow: error: {why}", file=Output(sys.stderr))
+                remark(f"error: the control plane died{often}: {deaths[-1]}{_again(known)}")
                 break
             if asks.wait(pause_s):
                 code = _stopped(known)
@@ -171,7 +169,7 @@ def supervised(
 
 
 def _stopped(run: Path | None) -> int:
-    print(f"staleflow: stopped while the control plane was dead{_again(run)}", file=Output(sys.stderr))
+    remark(f"stopped while the control plane was dead{_again(run)}")
     return INTERRUPTED
 
 
@@ -255,7 +253,7 @@ class Watch:
                 _say(self._says, f"{found[0]} {code}")
             for each in self.watchdog.look(time.monotonic()):
                 if each.news:
-                    print(f"staleflow: {each}", file=Output(sys.stderr))
+                    remark(each)
                 if each.lost:
                     self.killed = True
                     os.kill(self._child, signal.SIGKILL)

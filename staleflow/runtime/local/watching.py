@@ -55,7 +55,7 @@ class Watching:
         elif role == "instance" and name in run.crew.optional and pause_s is None:
             run.scaling.given_up(name, f"{how}{words} (see {child.log})")
         elif role == "evaluator" and pause_s is None:
-            run.evaluations.end(f"the evaluator {how}{words} (see {child.log})")
+            run.evaluating.asked.end(f"the evaluator {how}{words} (see {child.log})")
 
     async def keep_watching(self) -> None:
         run = self._run

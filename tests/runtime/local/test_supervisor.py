@@ -115,9 +115,8 @@ def test_the_next_one_knows_whether_settings_were_stored(tmp_path: Path) -> None
     train = """
 def train(supervisor):
     print(supervisor.run, supervisor.stored, flush=True)
-    supervisor.tell(here)
-    if (at := starts()) > 1:
-        supervisor.tell_stored()
+    at = starts()
+    supervisor.tell(here, stored=at > 1)
     return os.kill(os.getpid(), signal.SIGKILL) if at < 3 else 0
 """
     _, out, _ = ended(tmp_path, train)
