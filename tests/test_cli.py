@@ -69,8 +69,9 @@ def test_a_standard_stream_that_is_closed_is_no_traceback(closed: str) -> None:
     assert done.stderr.count("\n") == (0 if "2>" in closed else 1)
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("command", ["runs", "doctor"])
-def test_a_pipe_that_is_not_read_to_its_end_is_no_error(tmp_path: Path, command: str) -> None:
+def test_a_pipe_that_is_not_read_to_its_end_is_no_error(tmp_path: Path, command: str, unbuffered: str) -> None:
     reads, writes = os.pipe()
     os.close(reads)
     with os.fdopen(writes, "w") as unread:
@@ -81,6 +82,7 @@ def test_a_pipe_that_is_not_read_to_its_end_is_no_error(tmp_path: Path, command:
             stderr=subprocess.PIPE,
             timeout=60,
             check=False,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
         )
     assert done.returncode == UNREAD
     assert done.stderr == b""

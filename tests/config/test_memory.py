@@ -122,6 +122,17 @@ def test_what_does_not_fit_on_a_gpu_is_told_what_is_enough_by_itself_or_together
     assert said.endswith("give rollout.kv_tokens=6250000, a smaller model or another device")
 
 
+def test_processes_that_are_there_leave_their_room_to_those_that_replace_them(tmp_path: Path) -> None:
+    """On a GPU, too: what they have of it is not free."""
+    write("qwen-0.5b", tmp_path)
+    config = Config(model=str(tmp_path), training=Training(device="cuda"))
+    there = estimate(replace(config, rollout=replace(config.rollout, device="cuda")), replace(MACHINE, gpus=(0,)))
+    assert there.problem is not None
+    assert there.in_place_of(there).problem is None
+    more = replace(there.config, rollout=replace(there.config.rollout, kv_tokens=10**7))
+    assert estimate(more, there.machine).in_place_of(there).problem is not None
+
+
 def test_ranks_share_the_state_of_the_trainer_and_need_a_gpu_each(tmp_path: Path) -> None:
     """On the CPU the shares add up to what one process needs; on GPUs each rank has its own."""
     write("qwen-0.5b", tmp_path)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from staleflow.training import attention
 from staleflow.training import trainer as trainer_module
 from staleflow.training.attention import flash_shares
 from staleflow.training.decoder import Decoder
@@ -134,6 +135,13 @@ def test_long_responses_that_share_a_prompt_keep_no_more_for_a_token_than_whole_
         bytes_by_token.append(kept(model, batch)[0] / batch.tokens_L.numel())
     whole, shared = bytes_by_token
     assert shared < 1.2 * whole
+
+
+@given(piece=st.integers(1, 40), seen=st.integers(1, 40))
+def test_rows_of_a_mask_begin_where_kernels_of_a_gpu_can_read_them(piece: int, seen: int) -> None:
+    (mask,) = attention._masks(torch.zeros(1), [seen, piece], [0, seen]).values()  # pyright: ignore[reportPrivateUsage]
+    assert mask.stride(0) % attention.ALIGNED == 0 == attention.ALIGNED % 8
+    assert torch.equal(mask[:, : seen + piece] == 0, torch.ones(piece, seen + piece).tril(seen) == 1)
 
 
 def test_short_prompts_and_lone_rows_are_left_whole() -> None:

@@ -1,5 +1,6 @@
 """The control plane is killed, and another takes over in place: processes stay, nothing is lost or made again."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,8 +10,10 @@ from staleflow.config.costs import costs_from_geometry
 from staleflow.observe.metrics import read_metrics
 from staleflow.run.directory import RunDirectory
 from staleflow.run.processes import Process
+from staleflow.runtime.local.patience import run_patiently
 from staleflow.runtime.local.run import LocalRun
 from staleflow.runtime.local.site import LocalSite
+from staleflow.runtime.local.supervisor import STORED, Supervisor
 from tests.runtime.local.command import Training
 from tests.runtime.local.synchronous import train
 from tests.runtime.local.test_run import GROUPS, committed, configured, model, plain, task_of
@@ -101,6 +104,24 @@ def test_a_resume_with_other_settings_of_a_role_replaces_the_processes_that_were
     rows = read_metrics(run.run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(8))
     assert run.roles == {}
+
+
+def test_a_control_plane_says_that_its_settings_are_stored(model: Path, tmp_path: Path) -> None:
+    """Otherwise the next one applies the words of a resume again, over what was scaled since."""
+
+    class Brief(LocalRun):
+        async def _run(self) -> None:
+            pass
+
+    config = configured(model, tmp_path / "runs")
+    directory, (told, tells), (hears, says) = RunDirectory.create(config, "test"), os.pipe(), os.pipe()
+    cost, supervisor = costs_from_geometry(config), Supervisor(tells, hears)
+    run = Brief(config, directory, model, task_of(config, model), cost, supervisor=supervisor)
+    run_patiently(run.execute())
+    said = os.read(told, 1 << 16).decode().splitlines()
+    for each in (told, tells, hears, says):
+        os.close(each)
+    assert said[:2] == [str(directory.path), STORED]
 
 
 def test_processes_started_with_other_settings_end_before_the_new_ones_are_written(model: Path, tmp_path: Path) -> None:

@@ -1,11 +1,18 @@
 """A run that has failed is saved, whatever goes on failing meanwhile."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+import pytest
+
+from staleflow.runtime.local.crew import Crew
 from staleflow.runtime.local.hearing import MOST_FAILURES, Hearing
+from staleflow.runtime.local.playing import Playing
 from staleflow.runtime.local.rescuing import STOPPED_S, Interrupted, Rescue
+from staleflow.runtime.local.watching import Watching
 
 
 def test_a_reward_that_goes_on_failing_does_not_end_the_rescue_of_the_run(tmp_path: Path) -> None:
@@ -57,3 +64,44 @@ def test_a_run_that_is_stopped_on_a_full_disk_does_not_wait_for_room_for_ever() 
     rescue.look(121.0 + STOPPED_S)
     assert isinstance(failures[0], Interrupted)
     assert str(failures[0]) == "stopped by Ctrl-C without room on the disk: disk is full"
+
+
+def test_whoever_watches_a_run_looks_whether_one_that_is_stopped_waits_for_room() -> None:
+    run = MagicMock()
+    run.watchdog.interval_s = 0.0
+    run.journal.trouble = run.steps.trouble = ""
+    run.loop.time.return_value = 7.0
+    run.crew.look.side_effect = [[], asyncio.CancelledError]
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(Watching(run).keep_watching())
+    run.rescue.look.assert_called_once_with(7.0)
+
+
+def test_on_a_full_disk_no_checkpoint_is_tried_for_who_wants_the_run_to_end(tmp_path: Path) -> None:
+    run = MagicMock(interrupted=True)
+    run.journal.trouble = "disk is full"
+    run.directory.path = run.directory.checkpoints = tmp_path
+    run.directory.checkpoint.return_value = tmp_path / "none"
+    run.server.ledger.version = run.server.ledger.frontier = 3
+    said = asyncio.run(Rescue(run).rescued())
+    assert said.startswith("what could not be written is made again; continue from the journal")
+    assert not run.crew.only.called
+
+
+def test_what_is_wrong_with_an_answer_ends_the_run_instead_of_leaving_its_group_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their filter raises: whoever heard the answer of an environment, or of a reward worker, only logged it."""
+    failures: list[Exception] = []
+    run, heard = MagicMock(), list[Any]()
+    crew: Any = SimpleNamespace(fail=failures.append)
+    run.crew.fatal = lambda hear: Crew.fatal(crew, hear)
+    run.directory.log.return_value = tmp_path / "log"
+    wrong = run.control.episodes.outcome.side_effect = run.control.episodes.lost.side_effect = ValueError("a filter")
+    monkeypatch.setattr("staleflow.runtime.local.playing.EnvironmentPool", lambda *given: heard.extend(given[2:4]))
+    monkeypatch.setattr("staleflow.runtime.local.playing.opened", lambda *_: None)
+    Playing(run)
+    ended, lost = heard
+    ended("p0/0", 1, None)
+    lost("p0/0", 1)
+    assert failures == [wrong, wrong]
