@@ -18,7 +18,7 @@ from staleflow import __version__, caller
 from staleflow.commands.common import as_setting, refuse
 from staleflow.config.text import one_line
 from staleflow.errors import INTERRUPTED, ConfigError, RunError, StaleFlowError
-from staleflow.observe.output import open_streams, unread
+from staleflow.observe.output import Output, open_streams, unread
 
 COMMANDS = (
     "train", "runs", "dash", "why", "report", "samples", "trace", "scale",
@@ -104,8 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except OSError as error:  # a full disk, a folder that is not ours
-        return UNREAD if unread() else refused(RunError(what_failed(error)))
+        return UNREAD if unread(sys.stdout) else refused(RunError(what_failed(error)))
     except StaleFlowError as error:
         return refused(error)
     except KeyboardInterrupt:
         return refuse("interrupted", INTERRUPTED)
+    finally:
+        Output(sys.stdout).flush()  # what is held back and cannot be written is no error of its own

@@ -26,6 +26,9 @@ class Output:
     def isatty(self) -> bool:
         return self._file.isatty()
 
+    def fileno(self) -> int:
+        return self._file.fileno()
+
     def write(self, text: str) -> int:
         self._safely(lambda: self._file.write(text.encode(self.encoding, "replace").decode(self.encoding)))
         return len(text)
@@ -40,6 +43,7 @@ class Output:
             act()
         except (OSError, ValueError):  # a broken pipe, a full disk, a closed file
             self._silent = True
+            unread(self._file)
 
 
 def remark(text: object) -> None:
@@ -55,11 +59,18 @@ def open_streams() -> None:
             setattr(sys, name, os.fdopen(handle, mode))
 
 
-def unread() -> bool:
-    """Whether who read what is printed has had enough, as ``head`` has. If so, the rest goes nowhere."""
+def unread(file: IO[str] | Output) -> bool:
+    """Whether who read what is printed has had enough, as ``head`` has. If so, the rest goes nowhere: what is still
+    held back would fail again when Python ends."""
+    try:
+        handle = file.fileno()
+    except (AttributeError, OSError, ValueError):  # it is no file of the system
+        return False
     looks = select.poll()
-    looks.register(1, 0)
+    looks.register(handle, 0)
     if not any(event & select.POLLERR for _, event in looks.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, handle)
+    os.close(nowhere)
     return True
