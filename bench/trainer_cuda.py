@@ -2,6 +2,7 @@
 
     python bench/trainer_cuda.py                         # a table
     python bench/trainer_cuda.py --json out.json         # also as JSON
+    python bench/trainer_cuda.py --only "1.5b .* offload_moments"
     python bench/trainer_cuda.py --smoke                 # a tiny model on whatever device there is
 
 A step is 128 rows with prompts of 256 tokens, none of them the same, fed in four pieces and updated: *equal*, all
@@ -15,6 +16,7 @@ import argparse
 import gc
 import json
 import platform
+import re
 import statistics
 import sys
 import time
@@ -200,18 +202,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny, on any device")
     parser.add_argument("--json", type=kept.to_write, help="write the results there too")
-    parser.add_argument("--shapes", default="0.5b,1.5b", help="of the whole steps")
+    parser.add_argument("--only", default="", help="a regular expression: leave out what it is not found in")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "device": name, "torch": torch.__version__}
     cases = [("tiny", kind, 512, {}) for kind in ("equal", "skewed")] if given.smoke else CASES
-    found["passes"] = attempt(passes, *(("tiny", device, (1,), 3) if given.smoke else ("135m", device, (1, 8, 32), 8)))
+    if re.search(given.only, "passes"):
+        few = ("tiny", device, (1,), 3) if given.smoke else ("135m", device, (1, 8, 32), 8)
+        found["passes"] = attempt(passes, *few)
     print(json.dumps(found), flush=True)
     found["steps"] = []
     kept.write(given.json, found)
     for shape, kind, micro, more in cases:
-        if given.smoke or shape in given.shapes.split(","):
+        if re.search(given.only, " ".join([shape, kind, str(micro), *more])):
             size = (16, 24) if given.smoke else (128, 768)
             found["steps"].append(attempt(whole_steps, shape, kind, micro, device, *size, **more))
             print(json.dumps(found["steps"][-1]), flush=True)

@@ -208,7 +208,7 @@ class Config(Section):
         )
 
     def engine_options(self) -> EngineOptions:
-        return self.rollout.to(EngineOptions)
+        return self.rollout.to(EngineOptions, longest=self.longest_prompt + self.longest_response)
 
     def sampling(self, stop_tokens: Sequence[int]) -> Sampling:
         """How responses that are trained on are drawn."""

@@ -118,7 +118,7 @@ class TorchEngine:
             self.submit([Request("first", 0, [0] * 8, sampling=Sampling(max_tokens=2))])
             while self.busy:
                 self.step()
-            self._graphs.prepare()
+            self._graphs.prepare(min(self.options.longest, self.capacity))
             self._prefills.prepare()
             self.pool.forget()
             self._last = None

@@ -9,13 +9,12 @@ are those that were fastest on an H200 (``bench/gpu/stages.py --changes``). ::
 """
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from staleflow.rollout.attention import PagedAttention
 from staleflow.rollout.model import Layer, Model
@@ -320,13 +319,20 @@ class Chain:
     def fits(self, rows: int) -> bool:
         return fits(self._model.config, self._model.dtype, self._attention.page_size, rows)
 
-    def prepare(self, most: int) -> None:
-        """Compile the kernels for up to this number of rows, beside each other."""
+    def compilations(self, most: int) -> list[Callable[[], bytes]]:
+        """What compiles the kernels for up to this number of rows."""
         sizes = {rows_of_kernel(rows) for rows in range(1, most + 1) if self.fits(rows)}
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(self._compiled, [ANY_ROWS, *sizes] if sizes else []))
+        return [partial(self._compiled, size) for size in ([ANY_ROWS, *sizes] if sizes else [])]
 
-    def decode(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, ahead: bool = False) -> Tensor:
+    def decode(
+        self,
+        given: Tensor,
+        last: Tensor,
+        positions: Tensor,
+        tables: Tensor,
+        ahead: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Logits of one token of each row: the given one, or for -1 - n the last one of row n. ``ahead``: ``links``."""
         from staleflow.rollout import cuda_kernels as kernels
 
@@ -335,7 +341,7 @@ class Chain:
             kernel = self._function(rows_of_kernel(rows), each)
             launch(kernel, each.blocks, each.threads, each.shared_memory, each.arguments, CHAINED)
         normed = kernels.add_and_norm(self._buffers.x[:rows], None, model.norm, model.config.epsilon)
-        return functional.linear(normed, model.head)
+        return torch.mm(normed, model.head.t(), out=out)
 
     def links(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, ahead: bool) -> list[Link]:
         model, attention, buffers = self._model, self._attention, self._buffers

@@ -4,9 +4,10 @@ There are three ways to decode: plainly (``decode``, everywhere), up to 128 rows
 (``chain.py``), and up to 32 by one persistent kernel (``few.py``). When a graph is recorded, all that can are run on
 its first step, and the fastest is taken of those whose logits are the same up to rounding.
 
-A graph is recorded once for each size of batch (rounded up) and width of page tables, and then replayed: a step costs
-the CPU one launch. Rows that are only there to fill the batch up write to the null page. The last tokens stay on the
-device, so the next step can be launched before anyone has read them, with all its rows or some. ::
+A graph is recorded once for each size of batch (rounded up) and width of page tables, before an instance is ready if
+its longest sequence is known, and then replayed: a step costs the CPU one launch. Rows that are only there to fill the
+batch up write to the null page. The last tokens stay on the device, so the next step can be launched before anyone has
+read them, with all its rows or some. ::
 
     graphs = DecodeGraphs(model, attention)
     flight = graphs.launch(tokens, positions, tables, uniforms, temperatures)
@@ -16,6 +17,8 @@ device, so the next step can be launched before anyone has read them, with all i
 
 import warnings
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -69,19 +72,26 @@ def layers(
     return x, y
 
 
-def logits_of(model: Model, x: Tensor, y: Tensor) -> Tensor:
+def logits_of(model: Model, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
     """Of what ``layers`` returns; ``x`` is overwritten."""
-    return functional.linear(kernels.add_and_norm(x, y, model.norm, model.config.epsilon), model.head)
+    return torch.mm(kernels.add_and_norm(x, y, model.norm, model.config.epsilon), model.head.t(), out=out)
 
 
-def decode(model: Model, attention: PagedAttention, tokens: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+def decode(
+    model: Model,
+    attention: PagedAttention,
+    tokens: Tensor,
+    positions: Tensor,
+    tables: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
     """Logits of one token of each row."""
     lengths, page = positions + 1, attention.page_size
 
     def attend(query: Tensor, entries: Tensor) -> Tensor:
         return kernels.attend(query, entries, tables, lengths, page, attention.scale)
 
-    return logits_of(model, *layers(model, attention, tokens, positions, tables, attend))
+    return logits_of(model, *layers(model, attention, tokens, positions, tables, attend), out=out)
 
 
 class Flight(NamedTuple):
@@ -124,6 +134,7 @@ class Staging:
 class Recorded(NamedTuple):
     graph: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, ...]
+    way: str = PLAIN
 
 
 def captured(call: Callable[[], tuple[Tensor, ...]], pool: Any) -> Recorded:
@@ -158,25 +169,32 @@ class DecodeGraphs:
         self._ints = torch.zeros(rows * (2 + width), dtype=torch.int32, device=device)
         self._floats = torch.zeros(2 * rows, dtype=torch.float64, device=device)
         self._last = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._out = torch.empty(rows, model.config.vocabulary, dtype=model.dtype, device=device)
+        """Logits of the last step. A hundred graphs with logits of their own would keep gigabytes."""
         self._staged = [Staging(self._ints.numel(), rows) for _ in range(2)]
         """One is filled while the device may still read the other."""
         self._turn = 0
 
-    def prepare(self) -> None:
-        """Record all sizes of batches with short contexts, which come first. Only the null page is written, and read as
-        contexts half as long as they can be: the ways to decode are compared on them. It is cleared before, because a
-        prefill leaves anything there, also what is no number and cannot be compared."""
+    def prepare(self, longest: int = 1) -> None:
+        """Record all sizes of batches with contexts up to so many tokens. The ways to decode are compared on contexts
+        half as long as the graph's can be, in as many pages as there are. Only the null page is written; it is cleared
+        before, because a prefill leaves anything there, also what is no number and cannot be compared."""
         self._attention.clear_pages([self._attention.null_page])
-        width, most = width_for(1), len(self._last)
-        middle = min(width * self._attention.page_size // 2, len(self._model.turns[0]) - 1)
-        if self._chain is not None:
-            with suppress(OSError, RuntimeError):  # told when a graph is recorded, which goes on without it
-                self._chain.prepare(most)
+        page, most = self._attention.page_size, len(self._last)
+        calls = [call for own in (self._chain, self._few) if own is not None for call in own.compilations(most)]
+        with suppress(OSError, RuntimeError), ThreadPoolExecutor() as pool:  # told when a graph is recorded without it
+            list(pool.map(lambda call: call(), calls))
+        narrow, wide = width_for(1), width_for(-(-longest // page))
+        between = [narrow << n for n in range(1, wide.bit_length() - narrow.bit_length())]
         for rows in sorted({rows_for(count) for count in range(1, most + 1)}):
-            self._ints.zero_()
-            self._ints[rows : 2 * rows] = middle
-            self._ints[2 * rows : 2 * rows + rows * width] = self._attention.null_page
-            self._record(rows, width)
+            for width in dict.fromkeys((narrow, wide, *between)):  # what is best for both ends is so between them
+                middle = min(width * page // 2, len(self._model.turns[0]) - 1)
+                self._ints.zero_()
+                self._ints[rows : 2 * rows] = middle
+                tables = self._ints[2 * rows : 2 * rows + rows * width]
+                torch.arange(len(tables), out=tables).remainder_(self._attention.null_page)
+                tables.view(rows, width)[:, middle // page] = self._attention.null_page
+                self._record(rows, width)
 
     def launch(
         self,
@@ -209,17 +227,23 @@ class DecodeGraphs:
         return staging.bring_back(count, logits, drawn, logprobs)
 
     def _record(self, rows: int, width: int) -> Recorded:
-        """The step as a graph, decoded in the fastest way. Its inputs are there already: the ways are tried on them."""
+        """The step as a graph, decoded in the fastest way. Its inputs are there already: the ways are tried on them,
+        unless one was the fastest with contexts of two other widths."""
         plain = self._capture(rows, width, PLAIN)
-        ways = [plain, *self._others(rows, width, plain)]
+        known = [recorded.way for (size, _), recorded in self._recorded.items() if size == rows]
+        if len(known) > 1 and len(set(known)) == 1:
+            ways = [*self._others(rows, width, plain, {known[0]})] or [plain]
+        else:
+            ways = [plain, *self._others(rows, width, plain, {*CHAINED, *FEW})]
         best = ways[0] if len(ways) == 1 else min(ways, key=self._milliseconds)
         self._recorded[rows, width] = best
         return best
 
-    def _others(self, rows: int, width: int, plain: Recorded) -> Iterator[Recorded]:
-        """The step decoded in other ways, if they give the logits of the plain one."""
+    def _others(self, rows: int, width: int, plain: Recorded, wanted: AbstractSet[str]) -> Iterator[Recorded]:
+        """The step decoded in the wanted ones of the other ways, if they give the logits of the plain one."""
         names = [*FEW] * (self._few is not None and self._few.fits(rows))
         names += [*CHAINED] * (self._chain is not None and self._chain.fits(rows))
+        names = [name for name in names if name in wanted]
         expected = self._logits(plain) if names else None
         if expected is None or not torch.isfinite(expected).all():
             return
@@ -244,7 +268,7 @@ class DecodeGraphs:
     def _capture(self, rows: int, width: int, way: str) -> Recorded:
         before = self._last.clone()
         try:
-            return captured(lambda: self._step(rows, width, way), self._pool)
+            return captured(lambda: self._step(rows, width, way), self._pool)._replace(way=way)
         finally:
             self._last.copy_(before)
 
@@ -272,12 +296,12 @@ class DecodeGraphs:
         tables = self._ints[2 * rows : 2 * rows + rows * width].view(rows, width)
         last = self._last[:rows]
         if way in CHAINED and self._chain is not None:
-            logits = self._chain.decode(given, self._last, positions, tables, ahead=way == CHAINED[1])
+            logits = self._chain.decode(given, self._last, positions, tables, way == CHAINED[1], self._out[:rows])
         elif way in FEW and self._few is not None:
             logits = self._few.decode(given, self._last, positions, tables, polled=way == FEW[0])
         else:
             tokens = torch.where(given < 0, self._last[(-1 - given).clamp_min(0)], given.long())
-            logits = decode(self._model, self._attention, tokens, positions, tables)
+            logits = decode(self._model, self._attention, tokens, positions, tables, self._out[:rows])
         uniforms, temperatures = self._floats[:rows], self._floats[rows : 2 * rows]
         logprobs = kernels.pick(logits, temperatures, uniforms, last)
         return logits, last, logprobs

@@ -8,7 +8,8 @@ everything else decodes with ``chain.py`` or ``cuda.decode``. ::
 """
 
 import ctypes
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -204,6 +205,11 @@ class FewRows:
     def fits(self, rows: int) -> bool:
         return fits(self._model.config, self._model.dtype, self._attention.page_size, rows)
 
+    def compilations(self, most: int) -> list[Callable[[], bytes]]:
+        """What compiles the kernels for up to this number of rows."""
+        sizes = {8 * _tiles(rows) for rows in range(1, most + 1) if self.fits(rows)}
+        return [partial(self._compiled, rows, True) for rows in sizes]
+
     def decode(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, polled: bool = True) -> Tensor:
         """Logits of one token of each row: the given one, or for -1 - n the last one of row n.
 
@@ -212,10 +218,13 @@ class FewRows:
         rows = len(positions)
         kernel = self._kernels.get((_tiles(rows), polled))
         if kernel is None:
-            page = self._attention.page_size
-            options = macros(self._model.config, page, rows, self._blocks, polled, self._traced)
-            module = load(compiled("few.cu", text_of(*SOURCES), tuple(sorted(options.items()))))
+            module = load(self._compiled(rows, polled))
             kernel = self._kernels[_tiles(rows), polled] = function(module, b"decode_few", SHARED_MEMORY)
         step = self._memory.step(given, last, positions, tables)
         launch(kernel, self._blocks, THREADS, SHARED_MEMORY, [step], COOPERATIVE)
         return self._memory.logits[:rows]
+
+    def _compiled(self, rows: int, polled: bool) -> bytes:
+        page = self._attention.page_size
+        options = macros(self._model.config, page, rows, self._blocks, polled, self._traced)
+        return compiled("few.cu", text_of(*SOURCES), tuple(sorted(options.items())))

@@ -104,6 +104,8 @@ class EngineOptions(Engines):
     """``random`` needs only a config.json: for measurements."""
     threads: Count | None = None
     """Threads of PyTorch in this process; None leaves them as they are."""
+    longest: Count = 1
+    """Tokens of the longest sequence to come: what steps over so many need is made before the first request."""
 
     def contradictions(self) -> Iterator[str]:
         if self.kv_tokens < self.page_size:

@@ -107,11 +107,29 @@ def test_a_chain_of_kernels_equals_the_plain_path(
 def test_ways_to_decode_are_compared_whatever_a_prefill_left_on_the_null_page(tmp_path: Path) -> None:
     """They were not where that was no number, and the plain way was taken."""
     case = Decoding(tmp_path, 2)
+    null = case.attention.null_page * case.attention.page_size
     for entries in case.attention.entries:
-        entries.fill_(torch.nan)
+        entries[:, null:].fill_(torch.nan)
     graphs = cuda.DecodeGraphs(case.model, case.attention, most_rows=2, most_pages=16)
     graphs.prepare()
-    assert all(torch.isfinite(recorded.outputs[0]).all() for recorded in graphs._recorded.values())
+    assert torch.isfinite(graphs._out).all()
+    assert {recorded.way for recorded in graphs._recorded.values()} != {cuda.PLAIN}
+
+
+def test_steps_of_any_width_up_to_the_longest_are_recorded_before_the_first(tmp_path: Path) -> None:
+    """A step of a width that was new took a twentieth of a second, in the middle of a run."""
+    case = Decoding(tmp_path, 4)
+    graphs = cuda.DecodeGraphs(case.model, case.attention, most_rows=4, most_pages=64)
+    graphs.prepare(longest=32 * 64 - 5)
+    assert set(graphs._recorded) == {(rows, width) for rows in (1, 2, 4) for width in (16, 32, 64)}
+    flight = graphs.launch(*(each.cpu().numpy() for each in launched(case)))
+    expected = cuda.decode(case.model, case.attention, case.last, case.positions, case.tables).float()
+    assert ((flight.logits.float() - expected).norm(dim=1) / expected.norm(dim=1)).max() < 0.08
+
+
+def launched(case: Decoding) -> tuple[torch.Tensor, ...]:
+    rows = len(case.positions)
+    return case.last.int(), case.positions, case.tables, torch.full((rows,), 0.5).double(), torch.ones(rows)
 
 
 def test_a_way_to_decode_that_fails_leaves_the_last_tokens_as_they_were(
