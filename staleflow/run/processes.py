@@ -47,7 +47,7 @@ def processes(run: Path | None = None) -> Iterator[Process]:
             if len(words) < 7 or words[-6:-4] != ["-m", MODULE] or folder.stat().st_uid != os.getuid():
                 continue
             *_, name, incarnation, where = words
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            state, parent, *_ = _stat(folder)
             if state not in "ZX" and (run is None or Path(where) == run):
                 yield Process(name, int(incarnation), int(folder.name), int(parent), Path(where))
 
@@ -61,11 +61,33 @@ def supervised(process: Process) -> bool:
 
 
 def end(left: Iterable[Process]) -> None:
-    """Kill them with everything they started, and wait until they are gone."""
-    pids = {each.pid for each in left}
-    for pid in pids:
+    """Kill them with everything they started, and wait until they are gone, with every lock that they held."""
+    groups = {each.pid for each in left}
+    for group in groups:
         with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+            os.killpg(group, signal.SIGKILL)
     until = time.monotonic() + GONE_S
-    while pids & {each.pid for each in processes()} and time.monotonic() < until:
+    while _any_left(groups) and time.monotonic() < until:
         time.sleep(0.02)
+
+
+def _any_left(groups: set[int]) -> bool:
+    """Whether a thread of these process groups has not ended. ``processes`` sees less: of one that is dying, the memory
+    goes first, with its command line, and its files are closed last, by whichever of its threads ends last."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int(_stat(folder)[2]) in groups and any(state not in "ZX" for state in _states(folder)):
+                return True
+    return False
+
+
+def _states(folder: Path) -> Iterator[str]:
+    """Of each thread that is there."""
+    for thread in folder.glob("task/*"):
+        with suppress(OSError):
+            yield _stat(thread)[0]
+
+
+def _stat(folder: Path) -> list[str]:
+    """What the kernel says of a process or thread after its name: state, parent, process group and more."""
+    return (folder / "stat").read_text().rpartition(")")[2].split()

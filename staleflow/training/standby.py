@@ -3,19 +3,21 @@
     standby = Standby(LocalParameterServer.create("run-7-standby"), folder)
     standby.note(step, what_was_fed)                # before the version that it makes can be seen
     server.push(trainer.version, trainer.weights())
-    standby.keep(trainer)                           # beside the next step
+    standby.keep(trainer, report)                   # beside the next step; the report may not have been heard
     standby.wait()                                  # before the next update
 
     version = standby.revive(trainer)               # in another process, after its death
-    standby.noted(version)                          # what it was fed since, if later versions can be seen already
+    standby.told(kind)                              # the report that was kept with it
+    standby.noted(version, kind)                    # what it was fed since, if later versions can be seen already
 
 All that makes a trainer what it is at a version is kept in a store of its own: trained parameters in full precision
 (value head and adapters among them), the optimiser's moments, the state of the random number generators. Engines wait
 for weights and not for this, so it is copied after they can be pulled, while the next step is computed; where steps are
 so short that the next update would often wait for it, only some versions are. What each step was fed is written down
 before its version can be seen: a trainer is revived at the last version kept, and makes the updates since then again.
-On a CPU they are the same to the last bit, on a GPU up to the order in which sums are rounded. What is frozen comes
-from the folder, as when the run began.
+On a CPU they are the same to the last bit, on a GPU up to the order in which sums are rounded. What was said of the
+step before them is written down too, for a control plane that did not hear it. What is frozen comes from the folder, as
+when the run began.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +35,7 @@ from torch import Tensor
 
 from staleflow.servers.weights import WeightsError
 from staleflow.training.checkpoints import optimiser_state, restore_optimiser, trained_parameters
-from staleflow.training.fed import note_of
+from staleflow.training.fed import note_of, told_of
 from staleflow.training.trainer import Trainer
 
 MOST_BEHIND = 8
@@ -69,10 +72,7 @@ class Standby:
 
     def note(self, step: int, fed: Any) -> None:
         """Write down what the update of a step is made of."""
-        note = self._note(step)
-        draft = note.with_suffix(".draft")
-        draft.write_bytes(msgspec.msgpack.encode(fed))
-        draft.replace(note)
+        _write(self._note(step), fed)
 
     def noted(self, step: int, kind: Any) -> Any:
         """What the step was fed, as ``kind``."""
@@ -81,12 +81,26 @@ class Standby:
         except FileNotFoundError:
             raise WeightsError(f"{self._note(step)} is missing: resume from a checkpoint") from None
 
-    def keep(self, trainer: Trainer) -> None:
-        """Copy the trainer between two steps, if it is time to."""
+    def told(self, kind: Any) -> Any:
+        """What ``keep`` was given last, as ``kind``; None if there is nothing."""
+        assert self._folder is not None
+        with suppress(FileNotFoundError):
+            return msgspec.msgpack.decode(told_of(self._folder).read_bytes(), type=kind)
+        return None
+
+    def keep(self, trainer: Trainer, told: Any = None) -> None:
+        """Copy the trainer between two steps, if it is time to. ``told``: what it said of the step that made its
+        version; if that cannot be written (a full disk), the step is left to be made again."""
         self.wait()
         now, behind = time.perf_counter(), trainer.version - self._server.newest()
-        if behind >= MOST_BEHIND or (now - self._kept_at) * self._share >= self._copy_s:
-            self.copy(trainer)
+        if behind < MOST_BEHIND and (now - self._kept_at) * self._share < self._copy_s:
+            return
+        if told is not None and self._folder is not None:
+            try:
+                _write(told_of(self._folder), told)
+            except OSError:
+                return
+        self.copy(trainer)
 
     def copy(self, trainer: Trainer) -> None:
         """Until that is done the trainer may compute gradients, and not update."""
@@ -143,11 +157,20 @@ class Standby:
         self._pool.shutdown()
         self._server.close()
         self._forget(10**12)
+        if self._folder is not None:
+            told_of(self._folder).unlink(missing_ok=True)
 
     def detach(self) -> None:
         """Leave it to the one that takes this trainer's place."""
         self._pool.shutdown()
         self._server.detach()
+
+
+def _write(path: Path, what: Any) -> None:
+    """All of it, or nothing."""
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(msgspec.msgpack.encode(what))
+    draft.replace(path)
 
 
 def state(trainer: Trainer) -> dict[str, Tensor]:

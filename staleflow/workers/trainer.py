@@ -90,6 +90,9 @@ class TrainerWorker:
         if self._standby is None or self._standby.newest() < 0:
             return False
         version = self._standby.revive(self.trainer)
+        told = self._standby.told(Trained)
+        if told is not None and told.step == version - 1:
+            self._send(told)  # it may have died before it was heard
         for step in range(version, self._weights.newest()):
             for groups in self._standby.noted(step, list[list[list[Row]]]):
                 self.trainer.feed(step, groups)
@@ -161,10 +164,10 @@ class TrainerWorker:
         self._push()
         ended = time.perf_counter()
         busy_s = min(report.early_s + ended - asked, ended - self._began)
-        self._tell(step, report, busy_s, ended - self._began - busy_s)
+        told = self._tell(step, report, busy_s, ended - self._began - busy_s)
         self._send(Pushed(self.trainer.version))
         if self._standby is not None:
-            self._standby.keep(self.trainer)
+            self._standby.keep(self.trainer, told)
         self._fed, self._began = [], ended
 
     def _note(self, step: int) -> None:
@@ -176,9 +179,11 @@ class TrainerWorker:
                 self._send(Moved(self._said, f"the trainer cannot write what step {step} was fed ({error.strerror})"))
                 time.sleep(RETRY_S)
 
-    def _tell(self, step: int, report: StepReport, busy_s: float, idle_s: float) -> None:
+    def _tell(self, step: int, report: StepReport, busy_s: float, idle_s: float) -> Trained:
         ages = dict(report.token_staleness), dict(report.trajectory_staleness)
-        self._send(Trained(step, facts(report), *ages, busy_s, idle_s))
+        told = Trained(step, facts(report), *ages, busy_s, idle_s)
+        self._send(told)
+        return told
 
     def _push(self) -> None:
         if self.trainer.version > self._weights.newest():  # or the step is made again where others have its version

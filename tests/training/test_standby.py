@@ -88,6 +88,26 @@ def test_what_was_fed_is_found_again_until_the_version_it_made_is_kept(base: Any
     assert not list(registry.glob("*.msgpack"))
 
 
+def test_a_version_whose_report_cannot_be_written_is_not_kept(base: Any, registry: Path) -> None:
+    """The disk is full: a successor makes the step again, and reports it."""
+    standby, trainer = kept(registry), Trainer(copy.deepcopy(base), OPTIONS)
+    assert standby.told(list[int]) is None
+    keep(standby, trainer)
+    (draft := registry / "told.draft").mkdir()
+    trainer.version = 1
+    standby.keep(trainer, [1])
+    standby.wait()
+    assert standby.newest() == 0
+    draft.rmdir()
+    trainer.version = 2
+    standby.keep(trainer, [2])
+    standby.wait()
+    assert standby.newest() == 2
+    assert standby.told(list[int]) == [2]
+    standby.close()
+    assert not list(registry.glob("told*"))
+
+
 def test_short_steps_do_not_wait_for_a_copy_each_and_never_fall_far_behind(base: Any, registry: Path) -> None:
     server = LocalParameterServer.create("run", registry=registry)
     standby, trainer = Standby(server, registry, share=1e-9), Trainer(copy.deepcopy(base), OPTIONS)

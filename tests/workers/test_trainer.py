@@ -31,9 +31,10 @@ from staleflow.types import (
     Trained,
 )
 from staleflow.workers.trainer import TrainerWorker, serve
+from tests.training.test_standby import kept, registry
 from tests.training.test_trainer import base, groups_of
 
-__all__ = ["base"]
+__all__ = ["base", "registry"]
 
 OPTIONS = TrainerOptions(1, learning_rate=1e-2)
 
@@ -230,7 +231,7 @@ def test_a_full_disk_is_waited_for_before_a_version_is_made_that_nobody_could_co
             tries[0] -= 1
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    standby: Any = SimpleNamespace(note=note, keep=lambda _: None, wait=lambda: None)
+    standby: Any = SimpleNamespace(note=note, keep=lambda *_: None, wait=lambda: None)
     worker = TrainerWorker(desk.trainer, desk, said.append, standby=standby)
     assert worker.handle([Feed(0, step()), Finish(0)])
     assert sum(isinstance(each, Moved) and "No space left" in each.why for each in said) == 2
@@ -243,11 +244,30 @@ def test_the_facts_of_a_step_whose_trainer_died_before_it_told_them_are_told_by_
     alive.worker.handle([Feed(0, step()), Finish(0)])
     desk = Desk(base)
     desk.versions[1] = alive.versions[1]
-    standby: Any = SimpleNamespace(newest=lambda: 0, revive=lambda _: 0, noted=lambda _step, _kind: [step()])
+    standby: Any = SimpleNamespace(
+        newest=lambda: 0, revive=lambda _: 0, told=lambda _: None, noted=lambda _step, _kind: [step()]
+    )
     assert TrainerWorker(desk.trainer, desk, desk.hear, standby=standby).revive()
     (told,) = (each for each in alive.out if isinstance(each, Trained))
     (again,) = desk.out
     assert (again.step, again.facts, again.token_staleness) == (told.step, told.facts, told.token_staleness)
+
+
+def test_the_facts_of_a_step_that_nobody_heard_are_told_again_by_a_trainer_that_need_not_make_it(
+    base: Any, registry: Path
+) -> None:
+    """The control plane was dead, and the trainer ended for new settings: the step had no line in the metrics."""
+    alive = Desk(base, standby=(left := kept(registry)))
+    alive.worker.publish()
+    alive.worker.handle([Feed(0, step()), Finish(0)])
+    left.wait()
+    left.detach()
+    desk = Desk(base, standby=(found := kept(registry, again=True)))
+    desk.versions = alive.versions
+    assert desk.worker.revive()
+    assert desk.trainer.version == 1
+    assert desk.out == [each for each in alive.out if isinstance(each, Trained)]
+    found.close()
 
 
 def test_one_that_has_nothing_left_to_do_says_so_once(base: Any) -> None:

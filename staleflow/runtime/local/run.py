@@ -137,13 +137,13 @@ class LocalRun:
         self.loop = asyncio.get_running_loop()
         try:
             self.site.open()
-            return await self._executed(self._opened())
+            return await self._executed()
         finally:
             await self.site.close()
 
-    async def _executed(self, opened: Opened) -> dict[str, Any]:
-        with self.site.claims(keep=opened.standby):
-            self._open(opened)
+    async def _executed(self) -> dict[str, Any]:
+        with self.site.claims():  # before a trainer ends that holds what the next one continues with
+            self._open(self._opened())
             requested = requests()
             for each in requested:
                 self.loop.add_signal_handler(each, self._signalled, each)
@@ -236,6 +236,8 @@ class LocalRun:
         self.in_place = bool(left) and opened.standby
         if not self.in_place:
             self.site.end(left)
+        if not opened.standby:
+            self.site.discard()
         deaths = self._supervisor.deaths if self._supervisor is not None else ()
         for how in deaths or (["not known how"] if found else []):
             opened.kept.counted("restarts", "control", how)
@@ -459,6 +461,7 @@ class LocalRun:
             await self.playing.close()
         os.close(self._log)
         await self.crew.stop()
+        self.site.discard()
         self.journal.on_durable = lambda: None
         with suppress(JournalError):  # on a full disk: a checkpoint is what a run continues from
             await asyncio.to_thread(self.journal.close)

@@ -22,7 +22,7 @@ from staleflow.run.processes import Process, end, processes
 from staleflow.runtime.local.link import Channel, listen
 from staleflow.runtime.local.placement import Place, placement
 from staleflow.runtime.local.process import Child
-from staleflow.servers.weights import claim, standby_of
+from staleflow.servers.weights import claim, discard, standby_of
 from staleflow.types import Hello, Setup
 
 
@@ -47,10 +47,13 @@ class LocalSite:
         """Kill them, and wait until they are gone."""
         end(left)
 
-    def claims(self, keep: bool) -> AbstractContextManager[None]:
-        """Meanwhile the run's shared memory here is not a leftover; ``keep``: nor is what is there already."""
-        store = self.directory.store
-        return claim(store, standby_of(store), keep=keep)
+    def claims(self) -> AbstractContextManager[None]:
+        """Meanwhile the run's shared memory here is not a leftover, nor what is there already."""
+        return claim(*self._stores, keep=True)
+
+    def discard(self) -> None:
+        """Remove the run's shared memory here. None of its processes uses it."""
+        discard(*self._stores)
 
     async def listen(self, on_hello: Callable[[Channel, Hello], None]) -> asyncio.Server:
         return await listen(self.door, on_hello)
@@ -71,3 +74,7 @@ class LocalSite:
     async def close(self) -> None:
         """Once all processes have ended."""
         self.door.unlink(missing_ok=True)
+
+    @property
+    def _stores(self) -> tuple[str, str]:
+        return self.directory.store, standby_of(self.directory.store)

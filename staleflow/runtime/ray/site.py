@@ -82,8 +82,11 @@ class RaySite(LocalSite):
         for each in left:
             self._places.give(self._places.of(each.name))
 
-    def claims(self, keep: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+    def claims(self) -> AbstractContextManager[None]:
         return nullcontext()  # each node has its own
+
+    def discard(self) -> None:
+        """Each node does."""
 
     async def listen(self, on_hello: Callable[[Channel, Hello], None]) -> asyncio.Server:
         from staleflow.runtime.ray.placing import ray

@@ -2,10 +2,13 @@
 
 import os
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
+from staleflow.config import Config
 from staleflow.config.costs import costs_from_geometry
 from staleflow.observe.metrics import read_metrics
 from staleflow.run.directory import RunDirectory
@@ -14,6 +17,8 @@ from staleflow.runtime.local.patience import run_patiently
 from staleflow.runtime.local.run import LocalRun
 from staleflow.runtime.local.site import LocalSite
 from staleflow.runtime.local.supervisor import STORED, Supervisor
+from staleflow.servers.weights import reclaim, standby_of
+from staleflow.servers.weights.parameter_server import LocalParameterServer
 from tests.runtime.local.command import Training
 from tests.runtime.local.synchronous import train
 from tests.runtime.local.test_run import GROUPS, committed, configured, model, plain, task_of
@@ -106,13 +111,15 @@ def test_a_resume_with_other_settings_of_a_role_replaces_the_processes_that_were
     assert run.roles == {}
 
 
+class Brief(LocalRun):
+    """It takes the run in hand, and that is all."""
+
+    async def _run(self) -> None:
+        pass
+
+
 def test_a_control_plane_says_that_its_settings_are_stored(model: Path, tmp_path: Path) -> None:
     """Otherwise the next one applies the words of a resume again, over what was scaled since."""
-
-    class Brief(LocalRun):
-        async def _run(self) -> None:
-            pass
-
     config = configured(model, tmp_path / "runs")
     directory, (told, tells), (hears, says) = RunDirectory.create(config, "test"), os.pipe(), os.pipe()
     cost, supervisor = costs_from_geometry(config), Supervisor(tells, hears)
@@ -142,3 +149,60 @@ def test_processes_started_with_other_settings_end_before_the_new_ones_are_writt
     run._opened().journal.close()  # pyright: ignore[reportPrivateUsage]
     assert ended[0] == ({"trainer"}, 512)
     assert RunDirectory.existing(directory.path)[1] == after
+
+
+class Attempt:
+    """What one that died left of version 0: a journal, and stores that its trainer and an instance hold."""
+
+    def __init__(self, config: Config, model: Path) -> None:
+        self.directory = RunDirectory.create(config, "test")
+        self.names = self.directory.store, standby_of(self.directory.store)
+        self.trainer, self.instance = ExitStack(), ExitStack()
+        run = LocalRun(config, self.directory, model, task_of(config, model), costs_from_geometry(config))
+        run._opened().journal.close()  # pyright: ignore[reportPrivateUsage]
+        for name in self.names:
+            store = LocalParameterServer.create(name)
+            self.trainer.callback(store.detach)
+            store.push(0, {"w": torch.zeros(3)})
+        self.instance.callback(LocalParameterServer.attach(self.directory.store).detach)
+
+
+def test_what_a_trainer_leaves_that_ends_for_new_settings_is_not_reclaimed_by_another_run(
+    model: Path, tmp_path: Path
+) -> None:
+    """It alone held the state for its successor: then all steps were made again, by new processes."""
+    before, after = (configured(model, tmp_path / "runs", f"training.micro_tokens={count}") for count in (512, 64))
+    dead = Attempt(before, model)
+
+    class Left(LocalSite):
+        def left(self) -> list[Process]:
+            return [Process(name, 1, 0, 0, self.directory.path) for name in ("trainer", "i0")]
+
+        def end(self, left: Iterable[Process]) -> None:
+            if any(each.name == "trainer" for each in left):
+                dead.trainer.close()
+                assert not set(dead.names) & set(reclaim()), "as another run does when it begins"
+
+    notes, site = list[str](), Left(dead.directory, after)
+    task, cost = task_of(after, model), costs_from_geometry(after)
+    run = Brief(after, dead.directory, model, task, cost, tell=notes.append, site=site)
+    run_patiently(run.execute())
+    assert "continues at version 0, from shared memory and the journal: no step is made again" in notes
+    assert run.in_place
+    dead.instance.close()
+
+
+def test_weights_that_dying_processes_still_hold_do_not_refuse_a_new_trainer(model: Path, tmp_path: Path) -> None:
+    """Nothing can be continued with; an instance that was killed has the weights open for a moment more."""
+    config = configured(model, tmp_path / "runs")
+    dead = Attempt(config, model)
+    dead.trainer.close()
+    LocalParameterServer.take_over(dead.names[1]).close()
+
+    class Begins(Brief):
+        async def _run(self) -> None:
+            LocalParameterServer.create(dead.directory.store).detach()
+
+    run_patiently(Begins(config, dead.directory, model, task_of(config, model), costs_from_geometry(config)).execute())
+    dead.instance.close()
+    assert not set(dead.names) & set(reclaim()), "nothing is left when a run has ended"
