@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,15 +140,21 @@ class Recorded(NamedTuple):
 
 def captured(call: Callable[[], tuple[Tensor, ...]], pool: Any) -> Recorded:
     """A graph of what the call does. It is run once before: kernels are compiled, libraries make their work space."""
-    side = torch.cuda.Stream()
+    side = _side_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, stream=side):
         outputs = call()
     return Recorded(graph, outputs)
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    """One for all graphs: libraries keep 32 MiB of work space for each stream that they were called on."""
+    return torch.cuda.Stream()
 
 
 class DecodeGraphs:

@@ -12,6 +12,7 @@ computes is the same to the last bit.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from staleflow.servers.weights.gpu import pin
+from staleflow.servers.weights.gpu import pin, unpin
 
 PART = 1 << 24
 """Values of a part: 64 MiB of each moment, long enough that copies are as fast as they can be."""
@@ -63,8 +64,8 @@ class HostedAdamW(AdamW):
             alike = [each for each in self.parameters if each.dtype == dtype]
             sizes = [each.numel() for each in alike]
             every = torch.zeros(2, sum(sizes), dtype=dtype)
-            if alike[0].is_cuda:
-                pin(every.data_ptr(), every.nbytes)  # where it cannot be, copies are slower
+            if alike[0].is_cuda and pin(every.data_ptr(), every.nbytes):  # where it cannot be, copies are slower
+                weakref.finalize(self, unpin, every.data_ptr()).atexit = False
             for parameter, *moments in zip(alike, *(row.split(sizes) for row in every), strict=True):
                 self._begin(parameter, *(each.view_as(parameter) for each in moments))
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.errors import ConfigError
+from staleflow.servers.weights.gpu import pin, unpin
 from staleflow.training import checkpoints, optimiser
 from staleflow.training.optimiser import MEAN, SQUARE, AdamW, HostedAdamW
 from staleflow.training.trainer import Trainer, TrainerOptions
@@ -66,6 +67,22 @@ def test_updates_by_parts_on_a_gpu_are_those_of_adamw_to_the_last_bit(
     found, expected = (steps(kind, shapes, 5, "cuda") for kind in (HostedAdamW, AdamW))
     assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(found, expected, strict=True))
     assert {each.device.type for each in found} == {"cuda", "cpu"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_moments_that_are_gone_leave_their_memory_to_others() -> None:
+    """It stayed pinned: the next moments at the same place ended the trainer with a CUDA error."""
+    for _ in range(3):
+        steps(HostedAdamW, [(1 << 21,)], 1, "cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_that_cannot_be_pinned_is_only_slower() -> None:
+    memory = torch.zeros(1 << 20)
+    assert pin(memory.data_ptr(), memory.nbytes)
+    assert not pin(memory.data_ptr(), memory.nbytes)
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    unpin(memory.data_ptr())
 
 
 def trainers(folder: Path) -> list[Trainer]:

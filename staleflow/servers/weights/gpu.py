@@ -7,6 +7,7 @@ digests = store_from_gpu(memory, [(entry, tensor), ...])      # neighbours in th
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,11 @@ Neighbours = list[tuple[int, StoredTensor, torch.Tensor]]
 
 def pin(address: int, size: int) -> bool:
     """Let GPUs copy from and to this memory directly. Where that is refused, copies are only slower."""
-    return int(cast(Any, torch.cuda).cudart().cudaHostRegister(address, size, 0)) == 0
+    if int(cast(Any, torch.cuda).cudart().cudaHostRegister(address, size, 0)) == 0:
+        return True
+    with suppress(RuntimeError):  # CUDA keeps the error for the next launch, whatever that is
+        torch.zeros(1, device="cuda")
+    return False
 
 
 def unpin(address: int) -> None:
