@@ -46,12 +46,6 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"MANY": 32},
     {"BLOCKS": 80},
     {"BLOCKS": 140},
-    {"AHEAD": {"qkv": ("up", 8 << 20)}},
-    {"AHEAD": {"qkv": ("up", 20 << 20)}},
-    {"AHEAD": {"qkv": ("up", 32 << 20)}},
-    {"AHEAD": {"up": ("down", 12 << 20)}},
-    {"AHEAD": {"out": ("down", 12 << 20)}},
-    {"AHEAD": {"qkv": ("up", 20 << 20), "out": ("down", 12 << 20)}},
 )
 
 
@@ -86,12 +80,12 @@ def by_stage(trace: Tensor, hertz: float) -> dict[str, float]:
 class Without(chain.Chain):
     """The chain, or what is left of it without a kind of kernel: its logits mean nothing, its time does."""
 
-    def __init__(self, model: Model, attention: PagedAttention, kind: str | None, ahead: bool) -> None:
+    def __init__(self, model: Model, attention: PagedAttention, kind: str | None) -> None:
         super().__init__(model, attention)
-        self._left_out, self._ahead = kind, ahead
+        self._left_out = kind
 
-    def links(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, ahead: bool) -> list[chain.Link]:
-        every = super().links(given, last, positions, tables, ahead or self._ahead)
+    def links(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, wide: bool) -> list[chain.Link]:
+        every = super().links(given, last, positions, tables, wide)
         return [each for each in every if self._left_out is None or not each.name.startswith(self._left_out)]
 
 
@@ -124,23 +118,21 @@ class Bench:
 
         return captured(lambda: (self.decode(way),), None).graph
 
-    def chain(self, without: str | None = None, ahead: bool = False) -> "Without":
-        return Without(self.model, self.attention, without, ahead)
+    def chain(self, without: str | None = None) -> "Without":
+        return Without(self.model, self.attention, without)
 
-    def chained(self, without: str | None = None, ahead: bool = False) -> float:
-        return milliseconds(self.graph(self.chain(without, ahead)))
+    def chained(self, without: str | None = None) -> float:
+        return milliseconds(self.graph(self.chain(without)))
 
     def changed(self) -> dict[str, float]:
         """Milliseconds of a step by the chain, as it is and with one of its constants changed."""
-        found = {"as it is": self.chained(), "asking ahead": self.chained(ahead=True)}
+        found = {"as it is": self.chained()}
         for change in CHANGES:
             before = {name: getattr(chain, name) for name in change}
             try:
                 for name, value in change.items():
                     setattr(chain, name, value)
-                found[" ".join(f"{name}={value}" for name, value in change.items())] = self.chained(
-                    ahead="AHEAD" in change
-                )
+                found[" ".join(f"{name}={value}" for name, value in change.items())] = self.chained()
             finally:
                 for name, value in before.items():
                     setattr(chain, name, value)
@@ -155,7 +147,6 @@ class Bench:
 
         if chain.fits(self.model.config, self.model.dtype, self.attention.page_size, self.rows):
             found |= {"chain_difference": difference(self.chain()), "chain_ms": self.chained()}
-            found["chain_asking_ahead_ms"] = self.chained(ahead=True)
             each = 1e3 / len(self.model.layers)
             found["chain"] = {kind: each * (found["chain_ms"] - self.chained(kind)) for kind in LINKS}
         if fits(self.model.config, self.model.dtype, self.attention.page_size, self.rows):

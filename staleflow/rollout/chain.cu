@@ -4,8 +4,6 @@
 //
 //   begin | qkv | attention (chain_attention.cu) | out | up | down | qkv | ...
 //
-// While the memory has little to do, because kernels are short, weights of a later one may be asked for, too (job.ahead).
-//
 // A block has 64 outputs (rows of the matrix) and a range of columns. One thread copies them, 64 columns at a time, into a
 // ring in shared memory; a warpgroup multiplies. Blocks with the other columns of the same outputs are one cluster: they send
 // each other what they found, and each adds up, in a fixed order, the sums of some of the sequences.
@@ -22,12 +20,10 @@ struct Job {
   u16 *x, *scaled, *to;  // the residual, the residual times the next norm's weights, other outputs
   float* squares;        // [HIDDEN / 64, ROWS]
   const u16 *bias, *norm;
-  const char* ahead;  // weights of a kernel after this one, to be brought into the L2 cache: so many bytes
-  int ahead_bytes, rows;
+  int rows;
 };
 
 constexpr int TILE = 64, DEPTH = 64, TILES = HIDDEN / TILE;
-constexpr int AT_ONCE = 16384;                                       // bytes asked for ahead by one instruction
 constexpr u32 WEIGHTS = TILE * DEPTH * 2, INPUT = ROWS * DEPTH * 2;  // bytes of a stage, for 64 outputs
 constexpr int STRIDE = TILE + 4;                                     // floats of a sequence's sums: no bank twice
 enum Kind { QKV_, OUT, UP };
@@ -42,7 +38,6 @@ DEVICE float all_lanes(float v) {
 template <Kind KIND, int COLUMNS, int OUTPUTS, int SPLIT, int STAGES_>
 struct Product {
   static constexpr int STEPS = COLUMNS / DEPTH, OWN = ROWS / SPLIT, MINE = over(OWN, GROUP_WARPS), THREADS = GROUP + 32;
-  static constexpr int BLOCKS = OUTPUTS / (KIND == UP ? TILE / 2 : TILE) * SPLIT;
   static constexpr u32 STAGE = WEIGHTS + INPUT;
   static constexpr bool APART = SPLIT > 1;             // sums come from other blocks, who may not write where the ring is
   static constexpr bool BULK = APART && ROWS >= MANY;  // sums are laid out first, and sent in one copy for each block
@@ -96,8 +91,6 @@ struct Product {
         weights(to, matrix, tile, begin + i, &s.full[stage], once);
         copy_tile(to + WEIGHTS, from, (begin + i) * DEPTH, 0, &s.full[stage], often);
       }
-      for (int at = block_here() * AT_ONCE; at < job.ahead_bytes; at += BLOCKS * AT_ONCE)
-        ask_ahead(job.ahead + at, job.ahead_bytes - at < AT_ONCE ? job.ahead_bytes - at : AT_ONCE);
     }
     meet_warp();
     u32 before[MINE], biased = 0, next = 0;

@@ -39,10 +39,7 @@ BLOCKS, CLUSTER = 100, 8
 ATTENDING, LEAST_PIECE, SHORT = 256, 64, 1024
 """Blocks that are enough for attention; tokens of context that one should have; of a context that is short."""
 PIECES, LARGEST = 8, 16
-"""Most pieces of a context, which are a cluster; and for how many there are kernels."""
-AHEAD = {"qkv": ("up", 20 << 20), "up": ("down", 12 << 20)}
-"""Products that may ask for weights of another one ahead: of which, and for how many bytes at most. The memory has
-little to do while queries, keys and values are made and attended to; the L2 cache holds 50 MB."""
+"""Most pieces of a context, which are a cluster; and most in the wide form, which is for few long contexts."""
 PRODUCTS, ATTENTION = ("device", "common", "chain"), ("device", "common", "chain_attention")
 """Sources of the two programs."""
 
@@ -74,11 +71,11 @@ def split_of(columns: int, outputs: int) -> int:
     return split
 
 
-def pieces_of(rows: int, kv_heads: int, longest: int) -> int:
+def pieces_of(rows: int, kv_heads: int, longest: int, wide: bool = False) -> int:
     """Into how many pieces each context of at most ``longest`` tokens is cut. The more there are, the longer joining
     them takes: the third and fourth have to be worth it, and those after them even more."""
-    pieces, enough = 1, ATTENDING if longest <= SHORT else 2 * ATTENDING
-    while pieces < PIECES and rows * kv_heads * pieces < enough // pieces and 2 * pieces * LEAST_PIECE <= longest:
+    pieces, most, enough = 1, LARGEST if wide else PIECES, ATTENDING if longest <= SHORT else 2 * ATTENDING
+    while pieces < most and rows * kv_heads * pieces < enough // pieces and 2 * pieces * LEAST_PIECE <= longest:
         pieces *= 2
     return pieces
 
@@ -196,8 +193,8 @@ class Job(ctypes.Structure):
     """An argument of a product, as chain.cu declares it."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "scaled", "to", "squares", "bias", "norm", "ahead")),
-        *((name, ctypes.c_int) for name in ("ahead_bytes", "rows")),
+        *((name, ctypes.c_void_p) for name in ("x", "scaled", "to", "squares", "bias", "norm")),
+        ("rows", ctypes.c_int),
     )
 
 
@@ -256,26 +253,21 @@ def links(
     last: Tensor,
     positions: Tensor,
     tables: Tensor,
-    ahead: bool,
+    wide: bool = False,
 ) -> list[Link]:
-    """The kernels of a step, in order. ``tiles(matrix, rows)``: as ``tiles_of`` describes them; ``ahead``: weights are
-    asked for ahead (``AHEAD``)."""
+    """The kernels of a step, in order. ``tiles(matrix, rows)``: as ``tiles_of`` describes them."""
     config, rows, size = model.config, len(positions), rows_of_kernel(len(positions))
     kv_heads = config.geometry[2]
     shapes, page, longest = shapes_of(config, size), attention.page_size, tables.shape[1] * attention.page_size
-    pieces = pieces_of(rows, kv_heads, longest)
+    pieces = pieces_of(rows, kv_heads, longest, wide)
     stages = attention_stages(config, page, rows)
     memory = attention_kept(config) + stages * 4 * config.geometry[3] * page
 
     def job(to: Tensor | None, bias: Tensor | None, norm: Tensor | None) -> Job:
-        return Job(*map(_at, (buffers.x, buffers.scaled, to, buffers.squares, bias, norm)), 0, 0, rows)
+        return Job(*map(_at, (buffers.x, buffers.scaled, to, buffers.squares, bias, norm)), rows)
 
-    def product(name: str, layer: Layer, source: Tensor, made: Job) -> Link:
-        shape, matrices = shapes[name], {"qkv": layer.qkv, "out": layer.out, "up": layer.gate_up, "down": layer.down}
-        if ahead and name in AHEAD:
-            other, most = AHEAD[name]
-            made.ahead, made.ahead_bytes = _at(matrices[other]), min(most, matrices[other].nbytes)
-        matrix = matrices[name]
+    def product(name: str, matrix: Tensor, source: Tensor, made: Job) -> Link:
+        shape = shapes[name]
         arguments = [tiles(matrix, TILE // 2 if name == "up" else TILE), tiles(source, size), made]
         return Link(f"product_{name}", shape.blocks, GROUP + WARP, shape.shared_memory, arguments)
 
@@ -292,11 +284,11 @@ def links(
     norms = [layer.attention_norm for layer in model.layers[1:]] + [model.norm]
     for layer, entries, norm in zip(model.layers, attention.entries, norms, strict=True):
         found += [
-            product("qkv", layer, buffers.scaled, job(buffers.qkv, layer.qkv_bias, None)),
+            product("qkv", layer.qkv, buffers.scaled, job(buffers.qkv, layer.qkv_bias, None)),
             attend(layer, entries),
-            product("out", layer, buffers.attended, job(None, layer.out_bias, layer.mlp_norm)),
-            product("up", layer, buffers.scaled, job(buffers.gated, layer.gate_up_bias, None)),
-            product("down", layer, buffers.gated, job(None, layer.down_bias, norm)),
+            product("out", layer.out, buffers.attended, job(None, layer.out_bias, layer.mlp_norm)),
+            product("up", layer.gate_up, buffers.scaled, job(buffers.gated, layer.gate_up_bias, None)),
+            product("down", layer.down, buffers.gated, job(None, layer.down_bias, norm)),
         ]
     return found
 
@@ -324,28 +316,33 @@ class Chain:
         sizes = {rows_of_kernel(rows) for rows in range(1, most + 1) if self.fits(rows)}
         return [partial(self._compiled, size) for size in ([ANY_ROWS, *sizes] if sizes else [])]
 
+    def widens(self, rows: int, longest: int) -> bool:
+        """Whether the wide form cuts contexts of up to so many tokens into more pieces."""
+        kv_heads = self._model.config.geometry[2]
+        return pieces_of(rows, kv_heads, longest, wide=True) > pieces_of(rows, kv_heads, longest)
+
     def decode(
         self,
         given: Tensor,
         last: Tensor,
         positions: Tensor,
         tables: Tensor,
-        ahead: bool = False,
+        wide: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Logits of one token of each row: the given one, or for -1 - n the last one of row n. ``ahead``: ``links``."""
+        """Logits of one token of each row: the given one, or for -1 - n the last one of row n."""
         from staleflow.rollout import cuda_kernels as kernels
 
         model, rows = self._model, len(positions)
-        for each in self.links(given, last, positions, tables, ahead):
+        for each in self.links(given, last, positions, tables, wide):
             kernel = self._function(rows_of_kernel(rows), each)
             launch(kernel, each.blocks, each.threads, each.shared_memory, each.arguments, CHAINED)
         normed = kernels.add_and_norm(self._buffers.x[:rows], None, model.norm, model.config.epsilon)
         return torch.mm(normed, model.head.t(), out=out)
 
-    def links(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, ahead: bool) -> list[Link]:
+    def links(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, wide: bool) -> list[Link]:
         model, attention, buffers = self._model, self._attention, self._buffers
-        return links(model, attention, buffers, self._tiles_of, given, last, positions, tables, ahead)
+        return links(model, attention, buffers, self._tiles_of, given, last, positions, tables, wide)
 
     def _compiled(self, size: int) -> bytes:
         options = macros(self._model.config, self._attention.page_size, size)

@@ -38,7 +38,7 @@ from staleflow.rollout.nvrtc import supported
 from staleflow.rollout.rows import Ints
 
 Floats = npt.NDArray[np.float64]
-PLAIN, CHAINED = "plain", ("chain", "chain, asking ahead")
+PLAIN, CHAINED = "plain", ("chain", "chain, wide")
 FEW = "few, looking at values", "few, at barriers"
 """Ways to decode. Blocks of few.cu wait for each other in one of two: the second is tried if the first is wrong."""
 TRIALS, DIFFERENCE = 8, 0.15
@@ -249,7 +249,8 @@ class DecodeGraphs:
     def _others(self, rows: int, width: int, plain: Recorded, wanted: AbstractSet[str]) -> Iterator[Recorded]:
         """The step decoded in the wanted ones of the other ways, if they give the logits of the plain one."""
         names = [*FEW] * (self._few is not None and self._few.fits(rows))
-        names += [*CHAINED] * (self._chain is not None and self._chain.fits(rows))
+        if self._chain is not None and self._chain.fits(rows):
+            names += CHAINED if self._chain.widens(rows, width * self._attention.page_size) else CHAINED[:1]
         names = [name for name in names if name in wanted]
         expected = self._logits(plain) if names else None
         if expected is None or not torch.isfinite(expected).all():
@@ -257,7 +258,7 @@ class DecodeGraphs:
         seen = set[str]()
         for name in names:
             kind = "few.cu" if name in FEW else "chain.cu"
-            if name in self._failed or (name in FEW and kind in seen):
+            if name in self._failed or kind in seen:
                 continue
             try:
                 other = self._capture(rows, width, name)

@@ -143,9 +143,6 @@ DEVICE void copy_tile(char* to, const TensorMap* map, int column, int row, u64* 
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
       ::"r"(shared_address(to)), "l"(map), "r"(column), "r"(row), "r"(shared_address(gate)), "l"(policy) : "memory");
 }
-DEVICE void ask_ahead(const char* from, u32 bytes) {  // into the L2 cache
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 // Where such a tile lies, swizzled as the copy left it: eight rows are 1,024 bytes.
 DEVICE u64 tile_at(const char* at) { return (u64)((shared_address(at) & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -135,26 +135,14 @@ def emulated_tiles(matrix: Tensor, rows: int) -> chain.TensorMap:
     return chain.TensorMap(room=(matrix.data_ptr(), columns, outputs, rows))
 
 
-class _Asked(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_void_p), ("bytes", ctypes.c_longlong))
-
-
-def asked_ahead(library: ctypes.CDLL) -> list[tuple[int, int]]:
-    """Addresses and sizes of what the last step asked for ahead, in order of the addresses."""
-    room = (_Asked * 100_000)()
-    count = library.asked_ahead(room, len(room))
-    assert count <= len(room)
-    return sorted((each.address, each.bytes) for each in room[:count])
-
-
-def run_chain(case: Case, library: ctypes.CDLL, seed: int, ahead: bool = False) -> Tensor:
+def run_chain(case: Case, library: ctypes.CDLL, seed: int) -> Tensor:
     """Logits by the chain of kernels. What nobody has written is not a number."""
     model, rows = case.model, case.rows
     buffers = chain.Buffers(model, case.attention)
     for buffer in vars(buffers).values():
         buffer.fill_(torch.nan)
     links = chain.links(
-        model, case.attention, buffers, emulated_tiles, case.given, case.last, case.positions, case.tables, ahead
+        model, case.attention, buffers, emulated_tiles, case.given, case.last, case.positions, case.tables
     )
     made = (_Link * len(links))(*map(_link, links))
     failure: bytes | None = library.emulate(made, len(made), seed)

@@ -104,11 +104,6 @@ inline std::vector<std::unique_ptr<Cluster>> running;
 inline std::vector<char*> stacks;  // that nobody uses
 inline std::map<u64*, Gate> gates;
 inline std::vector<Copy> copies;
-struct Asked {
-  const char* from;
-  i64 bytes;
-};
-inline std::vector<Asked> asked;  // ahead
 inline std::mt19937 chance;
 inline u64 progress;
 inline const char* failure;
@@ -221,7 +216,7 @@ inline void turn(Fiber& f) {
 
 // Run them in order, as many blocks at once as there is room for. Returns what went wrong, if anything.
 inline const char* launch(std::vector<Kernel> kernels, int room, u32 seed) {
-  chance.seed(seed), gates.clear(), copies.clear(), asked.clear(), failure = nullptr;
+  chance.seed(seed), gates.clear(), copies.clear(), failure = nullptr;
   for (size_t k = 1; k < kernels.size(); ++k) kernels[k].before = &kernels[k - 1];
   std::vector<Fiber*> warps;
   u64 seen = 0;

@@ -24,9 +24,3 @@ extern "C" const char* emulate(const Link* links, int count, u32 seed) {
   if ((int)kernels.size() < count) return "there is no such kernel";
   return emulated::launch(kernels, ROOM, seed);
 }
-// What was asked for ahead in the last step: how many, the first of them at `to`.
-extern "C" int asked_ahead(emulated::Asked* to, int most) {
-  int count = emulated::asked.size();
-  std::copy_n(emulated::asked.begin(), std::min(count, most), to);
-  return count;
-}

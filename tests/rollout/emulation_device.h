@@ -122,10 +122,6 @@ inline void copy_tile(char* to, const TensorMap* map, int column, int row, u64* 
   int rows = map->rows, left = (int)map->outputs - row, bytes = 2 * ((int)map->columns - column), pitch = 2 * map->columns;
   emulated::send({to, map->matrix + (i64)row * pitch + 2 * column, rows, 128, pitch, left, bytes, true, gate});
 }
-inline void ask_ahead(const char* from, u32 bytes) {
-  if ((uintptr_t)from % 16 || bytes % 16 || !bytes) emulated::failure = "what is asked for ahead is not a multiple of 16 bytes";
-  emulated::asked.push_back({from, bytes});
-}
 inline u64 tile_at(const char* at) { return (u64)at; }
 inline const u16* row_of(u64 tile, int row, int half) { return (const u16*)emulated::swizzled((char*)tile + row * 128 + half * 16); }
 

@@ -101,7 +101,7 @@ def test_a_chain_of_kernels_equals_the_plain_path(
     case = Decoding(tmp_path, rows, shape, **changes)
     way = chain.Chain(case.model, case.attention)
     case.holds(way)
-    case.holds(way, ahead=True)
+    case.holds(way, wide=True)
 
 
 def test_ways_to_decode_are_compared_whatever_a_prefill_left_on_the_null_page(tmp_path: Path) -> None:
