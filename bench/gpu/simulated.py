@@ -21,10 +21,11 @@ work there. Without a run of bound 2, streamed, that with the largest bound take
 
 Where only results are left, ``--figures`` is what the folders would have said; there is no *as in bound 2* then::
 
-    {"train_us": 7.55, "share": 0.61, "prefill_us": 2.56, "settings": ["cluster.push_s=0.02"]}
+    {"train_us": 7.55, "share": 0.61, "prefill_us": 2.56, "settings": ["cluster.push_s=0.02"], "decoding": []}
 
 microseconds of training and of prefill for a token, alone; the trainer's share of the card beside the instance at
-bound 2, streamed; and settings of the runs beyond those of ``system.py``.
+bound 2, streamed; settings of the runs beyond those of ``system.py``; and what ``--trace`` says of decoding, as
+``[sequences, context, seconds]``. ``--keep-figures FILE`` writes them.
 """
 
 import argparse
@@ -64,6 +65,8 @@ MOST = 0.9
 """The trainer's largest share of the card, whatever a noisy run measured: instances are left something."""
 MOST_BETWEEN_S = 0.001
 """Between two steps of an instance that has work; if there is more, it had none."""
+RECOVERED = ("push_s", "cycle_s", "weight_bytes", "reward_s")
+"""Times of a run that its folder says, and its results do not."""
 Rows = dict[str, dict[str, Any]]
 Line = tuple[tuple[float, float], ...]
 """Sizes in order, and the seconds of each."""
@@ -115,10 +118,10 @@ def priced(
     shape: str,
     per_prefill_token: float,
     launches: float | None = None,
-    steps: Sequence[Sequence[Any]] = (),
+    inside: Sequence[Point] = (),
 ) -> Priced:
     """An engine that has the card to itself, by the cells of ``tail.py``, of which the last of a kind counts;
-    ``steps``: decoding by a trace instead. A prefill's cell says also what decoding takes beside it."""
+    ``inside``: decoding as it was in a run instead. A prefill's cell says also what decoding takes beside it."""
     found, prefill, beside = dict[tuple[int, int], Point](), dict[float, float](), dict[str, Point]()
     others, their_context = tail.Sizes.beside, tail.Sizes.contexts[0]
     for name, cell in named(cells):
@@ -132,7 +135,7 @@ def priced(
     model, _ = fit(points, per_prefill_token)
     if launches is not None or not prefill:
         prefill = {tokens: (launches or 0.0) + per_prefill_token * tokens for tokens in (1, 2)}
-    line = bare(inside(steps) or [*points, *beside.values()], model.per_context_token)
+    line = bare(inside or [*points, *beside.values()], model.per_context_token)
     return Priced(**asdict(model), decoding=line, prefilling=tuple(sorted(prefill.items())))
 
 
@@ -145,7 +148,7 @@ def bare(points: Sequence[Point], per_context_token: float) -> Line:
     return tuple(line)
 
 
-def inside(steps: Sequence[Sequence[Any]]) -> list[Point]:
+def decoding_in(steps: Sequence[Sequence[Any]]) -> list[Point]:
     """What decoding took inside a run, by a trace of ``traced.py``: from one step to the next, since the worker has
     something to do between them. Steps of about as many sequences are one point; those before the second pull, in
     which everything is new, are left out."""
@@ -267,6 +270,13 @@ class Known(NamedTuple):
         train_s, prefill_s = figures["train_us"] / 1e6, figures["prefill_us"] / 1e6
         return cls(lambda words: load("one-gpu", [*made, *words]), train_s, prefill_s, figures["share"])
 
+    def figures(self, inside: Sequence[Point]) -> dict[str, Any]:
+        """What ``given`` takes."""
+        times = {name: getattr(self.config([]).cluster, name) for name in RECOVERED}
+        found = {"train_us": 1e6 * self.per_token_s, "share": self.share, "prefill_us": 1e6 * self.per_prefill_token}
+        settings = [f"cluster.{name}={value}" for name, value in times.items() if value is not None]
+        return {**found, "settings": settings, "decoding": [[*point] for point in sorted(inside)]}
+
 
 def compare(
     known: Known,
@@ -277,10 +287,10 @@ def compare(
     longest: int,
     prompt: int,
     launches: float | None = None,
-    trace: Sequence[Sequence[Any]] = (),
+    inside: Sequence[Point] = (),
 ) -> Rows:
     """By run: each figure measured and predicted, in two or three ways."""
-    costs = priced(cells, shape, known.per_prefill_token, launches, trace)
+    costs = priced(cells, shape, known.per_prefill_token, launches, inside)
     believed, share = known.believed or guessed(shape), min(MOST, known.share)
 
     def configured(name: str, config: Callable[[Sequence[str]], Config]) -> Setting:
@@ -344,22 +354,24 @@ def main(arguments: list[str] | None = None) -> Rows:
     )
     parser.add_argument("--section", help="of that file, if it holds the results of several days")
     parser.add_argument("--trace", type=Path, help=f"of {SYNCHRONOUS} by traced.py: what decoding takes inside a run")
+    parser.add_argument("--keep-figures", type=kept.to_write, help="what --figures reads")
     parser.add_argument("--json", type=kept.to_write)
     given = parser.parse_args(arguments)
     results, cells = (json.loads(each.read_text()) if each else {} for each in (given.measured, given.tail))
     results = results[given.section] if given.section is not None else results
     cells = {name: cell for name, cell in cells.items() if not name.startswith(tuple(given.without))}
-    trace = [json.loads(line) for line in given.trace.read_text().splitlines()] if given.trace is not None else []
+    figures = json.loads(given.figures.read_text()) if given.figures is not None else {}
+    points = [Point(*each) for each in figures.get("decoding", ())]
+    if given.trace is not None:
+        points = decoding_in([json.loads(line) for line in given.trace.read_text().splitlines()])
     with tempfile.TemporaryDirectory() as folder:
-        if given.runs is not None:
-            known = Known.of(given.runs)
-        else:
-            known = Known.given(json.loads(given.figures.read_text()), given.shape, Path(folder))
+        known = Known.of(given.runs) if given.runs is not None else Known.given(figures, given.shape, Path(folder))
         instances = known.config([]).rollout.instances
         seen = written(results, given.shape, instances) | (seen_in(given.runs, instances) if given.runs else {})
-        rows = compare(known, seen, cells, given.shape, *given.lengths, launches=given.launches, trace=trace)
+        rows = compare(known, seen, cells, given.shape, *given.lengths, launches=given.launches, inside=points)
     print(table(rows))
     kept.write(given.json, rows)
+    kept.write(given.keep_figures, known.figures(points))
     return rows
 
 

@@ -126,7 +126,7 @@ def test_what_the_worker_does_between_two_steps_is_not_forgotten() -> None:
     ]
     made += [[0.201 + 0.0012 * at, 1.0, "ahead", 8, 0, 64] for at in range(50)]
     made += [[9.0, 1.0, "ahead", 1, 0, 8], [9.5, 5.0, "prefill", 1, 64, 8], [9.6, 0.9, "ahead", 2, 0, 16]]
-    eight, one = simulated.inside(made)
+    eight, one = simulated.decoding_in(made)
     assert eight.running == 8
     assert eight.seconds == pytest.approx(0.0012, rel=0.02), "the first steps and the wait for work do not count"
     assert one.seconds == pytest.approx(0.002), "half a second without work is not the price of a step"
@@ -175,5 +175,10 @@ def test_runs_of_which_only_results_are_left_are_predicted_by_a_few_figures(tmp_
     assert all(set(ways) == {"in turn", "as if alone"} for ways in rows.values())
     step_s = rows["0-batch"]["in turn"]["step_s"]["predicted"]
     assert 0.3 < step_s < 1.0, "the push is among the settings, and the other engine's steps are not"
+    slow = figures | {"decoding": [[1, 8, 0.02], [8, 64, 0.02]]}
+    rest, kept = [*given[2:], "--section", "one day"], str(tmp_path / "kept")
+    slower = simulated.main(["--figures", written("slow", slow), *rest, "--keep-figures", kept])
+    assert slower["0-batch"]["in turn"]["step_s"]["predicted"] > step_s + 0.3
+    assert simulated.main(["--figures", kept, *rest]) == slower
     with pytest.raises(SystemExit, match="2-stream"):
         simulated.main([*given, "--section", "another"])
