@@ -3,9 +3,9 @@
     logprobs_T, entropy_T = log_probs(hidden_TH, head, targets_T, temperature, train_entropy=False, kernels)
 
 The logits of 16k tokens over 150k words are 9 GiB in float32, and a softmax with its gradient would keep three such.
-They are made here for some thousand tokens at a time, used, and made again in backward: two hundredths of a step more
-products, and no more memory than ``CHUNK`` bytes. The products are in the precision of ``hidden`` and ``head``, and
-the rest is in float32.
+They are made here for some thousand tokens at a time, used, and made again in backward, where the last ones come first:
+those are still there. So there are never more than ``CHUNK`` bytes of them, and a pass that needs no more makes each
+once. The products are in the precision of ``hidden`` and ``head``, and the rest is in float32.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ class _LogProbs(torch.autograd.Function):
         train_entropy: bool,
         kernels: ModuleType,
     ) -> tuple[Tensor, Tensor]:
-        cuts = _cuts(hidden_TH, head_VH)
-        parts = zip(hidden_TH.split(cuts), targets_T.split(cuts), strict=True)
-        found = [kernels.log_probs(part @ head_VH.t(), targets, temperature) for part, targets in parts]
+        cuts, found = _cuts(hidden_TH, head_VH), list[tuple[Tensor, Tensor, Tensor]]()
+        for part, targets in zip(hidden_TH.split(cuts), targets_T.split(cuts), strict=True):
+            ctx.last = None  # they are let go before there are others
+            ctx.last = part @ head_VH.t()
+            found.append(kernels.log_probs(ctx.last, targets, temperature))
         logprobs_T, entropy_T, totals_T = (torch.cat(each) for each in zip(*found, strict=True))
         ctx.save_for_backward(hidden_TH, head_VH, targets_T, entropy_T, totals_T)
         ctx.rest = (gradient_VH, temperature, kernels, cuts)
@@ -65,15 +67,15 @@ class _LogProbs(torch.autograd.Function):
         if own := ctx.needs_input_grad[1]:
             gradient_VH = torch.zeros_like(head_VH, dtype=torch.promote_types(head_VH.dtype, torch.float32))
         given = (hidden_TH, d_hidden_TH, *by_token, d_logprobs_T.contiguous(), d_entropy_T.contiguous())
-        for hidden, d_hidden, targets, entropy, totals, d_logprobs, d_entropy in zip(
-            *(each.split(cuts) for each in given), strict=True
-        ):
-            logits = hidden @ head_VH.t()
+        parts = [*zip(*(each.split(cuts) for each in given), strict=True)]
+        for hidden, d_hidden, targets, entropy, totals, d_logprobs, d_entropy in reversed(parts):
+            logits, ctx.last = hidden @ head_VH.t() if ctx.last is None else ctx.last, None
             d_spread = d_entropy if ctx.train_entropy else None
             kernels.log_probs_backward(logits, targets, entropy, totals, d_logprobs, d_spread, temperature)
             torch.mm(logits, head_VH, out=d_hidden)
             if gradient_VH is not None:
                 kernels.accumulate(gradient_VH, logits, hidden)
+            del logits
         d_head_VH = gradient_VH.to(head_VH.dtype) if own and gradient_VH is not None else None
         return d_hidden_TH, d_head_VH, None, None, None, None, None
 

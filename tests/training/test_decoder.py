@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from staleflow.servers.payloads import Row
@@ -107,6 +108,27 @@ def test_logits_in_many_chunks_are_those_in_one(monkeypatch: pytest.MonkeyPatch)
         found.append((out.logprobs_T.detach(), *gradients(model).values()))
     for other in found[1:]:
         assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(found[0], other, strict=True))
+
+
+class Logits(TorchDispatchMode):
+    """How many of their chunks were made."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.made += func is torch.ops.aten.mm.default and found.shape[1] == VOCABULARY
+        return found
+
+
+@pytest.mark.parametrize(("chunks", "made"), [(1, 1), (2, 3), (7, 13)])
+def test_the_last_logits_of_a_pass_are_made_once(chunks: int, made: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, head = torch.randn(7, 5).double().requires_grad_(), torch.randn(VOCABULARY, 5).double()
+    monkeypatch.setattr("staleflow.training.logprobs.CHUNK", -(-7 // chunks) * VOCABULARY * 8)
+    with Logits() as logits:
+        found = Outputs(*log_probs(hidden, head, None, torch.arange(7), 0.7, True, plain_kernels))
+        objective(found).backward()
+    assert logits.made == made
 
 
 def test_an_output_matrix_without_a_gradient_of_its_own_gets_it_from_autograd() -> None:
