@@ -184,10 +184,10 @@ class DecodeGraphs:
 
     def prepare(self, longest: int = 1) -> None:
         """Record all sizes of batches with contexts up to so many tokens. The ways to decode are compared on contexts
-        half as long as the graph's can be, in as many pages as there are. Only the null page is written; it is cleared
+        half as long as the graph's can be, or as there is memory for. Only the null page is written; it is cleared
         before, because a prefill leaves anything there, also what is no number and cannot be compared."""
         self._attention.clear_pages([self._attention.null_page])
-        page, most = self._attention.page_size, len(self._last)
+        page, pages, most = self._attention.page_size, self._attention.null_page, len(self._last)
         calls = [call for own in (self._chain, self._few) if own is not None for call in own.compilations(most)]
         with suppress(OSError, RuntimeError), ThreadPoolExecutor() as pool:  # told when a graph is recorded without it
             list(pool.map(lambda call: call(), calls))
@@ -195,12 +195,12 @@ class DecodeGraphs:
         between = [narrow << n for n in range(1, wide.bit_length() - narrow.bit_length())]
         for rows in sorted({rows_for(count) for count in range(1, most + 1)}):
             for width in dict.fromkeys((narrow, wide, *between)):  # what is best for both ends is so between them
-                middle = min(width * page // 2, len(self._model.turns[0]) - 1)
+                middle = min(width * page // 2, pages * page // rows, len(self._model.turns[0]) - 1)
                 self._ints.zero_()
                 self._ints[rows : 2 * rows] = middle
                 tables = self._ints[2 * rows : 2 * rows + rows * width]
-                torch.arange(len(tables), out=tables).remainder_(self._attention.null_page)
-                tables.view(rows, width)[:, middle // page] = self._attention.null_page
+                torch.arange(len(tables), out=tables).remainder_(pages)
+                tables.view(rows, width)[:, middle // page] = pages  # the null page
                 self._record(rows, width)
 
     def launch(
