@@ -28,6 +28,8 @@ from staleflow.types import Row
 
 WORTH = 8
 """Rows share their prompt where that leaves out at least one in so many of their tokens: a piece more costs time."""
+SPARE = 64
+"""Rows for gradients of keys that are only there to fill a pass up: one alone would have to take them in turn."""
 Ints = npt.NDArray[np.int64]
 
 
@@ -131,6 +133,8 @@ class Context(NamedTuple):
     """Tokens that each piece sees before its own."""
     where_K: Tensor
     """Where in the pass the keys of all pieces lie."""
+    back_K: Tensor
+    """Where in the pass their gradients are added, or behind its end: in one of ``SPARE`` rows that nobody reads."""
     starts_N: Tensor
     """Where in K those of each piece begin, and the end of the last, in 32 bits."""
     longest: int
@@ -191,5 +195,6 @@ class Layout(NamedTuple):
         where = np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
         seen = self.before + self.lengths
         starts_of_keys = tensor(np.concatenate(([0], np.cumsum(seen))).astype(np.int32))
-        context = Context(self.before.tolist(), tensor(where), starts_of_keys, int(seen.max()))
+        where_K = tensor(where)
+        context = Context(self.before.tolist(), where_K, where_K, starts_of_keys, int(seen.max()))
         return Pieces(self.lengths.tolist(), starts_N, longest, context)

@@ -19,6 +19,9 @@ def rehearse(trainer: Trainer) -> None:
         for tokens in (*small, trainer.options.micro_tokens):
             trainer.feed(trainer.version, [_group(tokens, longest, trainer.version)])
             trainer.flush()
+    for tokens in small if trainer.options.share_prompts else ():
+        trainer.feed(trainer.version, _alike(tokens, trainer.version))
+        trainer.flush()
     trainer.reset()
 
 
@@ -29,6 +32,19 @@ def _group(tokens: int, longest: int, version: int) -> list[Row]:
     other = min(first, max(2, (tokens - first) // (MEMBERS - 1) - 8))
     lengths = [first] + [other] * max(MEMBERS - 1, (tokens - first) // (other + 8))
     return [_row(at, length, version) for at, length in enumerate(lengths)]
+
+
+def _alike(tokens: int, version: int) -> list[list[Row]]:
+    """Groups whose rows share their prompts: no more than this many tokens, and more than half as many."""
+    prompt, made = 40, 12
+    zeros, groups = np.zeros(made), tokens // (prompt - 1 + MEMBERS * (made + 1))
+    return [
+        [
+            Row.of(f"rehearsal/{at}", np.full(prompt, group % 2), zeros, zeros - 1, [(version, made)], float(at % 2))
+            for at in range(MEMBERS)
+        ]
+        for group in range(groups)
+    ]
 
 
 def _row(at: int, length: int, version: int) -> Row:

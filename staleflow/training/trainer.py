@@ -56,8 +56,6 @@ from staleflow.training.work import (
 )
 from staleflow.types import GIVEN, Row, oldest
 
-LAUNCHES = 8192
-"""Tokens below which a pass that is not recorded is bound by launches (``recorded.py``)."""
 __all__ = ["GroupRows", "StalenessError", "StepReport", "Trainer", "TrainerOptions"]
 
 
@@ -196,7 +194,7 @@ class Trainer:
         take as long as one of many.
         """
         rows = [row for group in self._open.waiting for row in group]
-        tokens = Sizes.of(rows, self._shares(rows)).total
+        tokens = Sizes.of(rows, self._sharing).total
         if tokens and (tokens >= self.options.micro_tokens or not self._clock.busy):
             self.flush()
 
@@ -284,13 +282,12 @@ class Trainer:
         return total
 
     def _passes(self, rows: Sequence[Row], known: Known) -> Iterator[MicroBatch]:
-        return micro_batches(rows, self.options.micro_tokens, self.device, known, share=self._shares(rows))
-
-    def _shares(self, rows: Sequence[Row]) -> bool:
-        """Whether these rows share their prompts. Passes that would be recorded, or would be nearly, do not."""
-        if not self._sharing or self._decoder is None or self._decoder.recordings is None:
-            return self._sharing
-        return Sizes.of(rows).total > LAUNCHES
+        most = self.options.micro_tokens
+        if self._decoder is not None and self._decoder.recordings is not None:
+            recorded = self._decoder.recordings.most
+            if Sizes.of(rows, self._sharing).total <= 2 * recorded:  # a larger one would be bound by launches
+                most = min(most, recorded)
+        return micro_batches(rows, most, self.device, known, share=self._sharing)
 
     def _loss(self, batch: MicroBatch) -> LossSum:
         options, segments = self.options, batch.segments

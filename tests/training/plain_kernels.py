@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from staleflow.training.pieces import Pieces
+from staleflow.training.pieces import SPARE, Pieces
 
 PROGRAMS = 3
 
@@ -61,29 +61,48 @@ def swiglu_backward(both: Tensor, d_out: Tensor) -> None:
 
 def attend(qkv: Tensor, queries: int, pieces: Pieces, scale: float) -> tuple[Tensor, Any]:
     """By a mask over all pairs of keys and queries, from what a kernel is given."""
+    return _attended(_seen(qkv, queries, pieces), pieces, scale), None
+
+
+def _seen(qkv: Tensor, queries: int, pieces: Pieces) -> list[Tensor]:
     keys = (qkv.shape[1] - queries) // 2
     query, key, value = qkv.transpose(0, 1).split([queries, keys, keys])
-    context, (starts_Q, starts_K, most_Q, most_K) = pieces.context, pieces.reach
-    if context is not None:
-        key, value = key[:, context.where_K], value[:, context.where_K]
-    assert starts_Q.diff().tolist() == pieces.lengths
-    assert (int(starts_Q.diff().max()), int(starts_K.diff().max())) == (most_Q, most_K)
-    sees = torch.zeros(query.shape[1], key.shape[1], dtype=torch.bool, device=qkv.device)
+    if pieces.context is not None:
+        key, value = key[:, pieces.context.where_K], value[:, pieces.context.where_K]
+    return [query, key, value]
+
+
+def _attended(seen: list[Tensor], pieces: Pieces, scale: float) -> Tensor:
+    query, key, value = seen
+    starts_Q, starts_K, most_Q, most_K = pieces.reach
+    found = int(starts_Q.diff().max()), int(starts_K.diff().max())
+    if pieces.lengths:
+        assert starts_Q.diff().tolist() == pieces.lengths
+        assert found == (most_Q, most_K)
+    else:  # of a recording: it is made for more
+        assert found <= (most_Q, most_K)
+    sees = torch.zeros(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device)
     for of_queries, of_keys in zip(pairwise(starts_Q.tolist()), pairwise(starts_K.tolist()), strict=True):
         part = sees[slice(*of_queries), slice(*of_keys)]
         part |= torch.ones_like(part).tril(part.shape[1] - part.shape[0])
     found = scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=scale, enable_gqa=True)
-    return found.transpose(0, 1).contiguous(), None
+    return found.transpose(0, 1).contiguous()
 
 
 def attend_backward(d_out: Tensor, qkv: Tensor, out: Tensor, _: Any, pieces: Pieces, scale: float) -> Any:
-    queries = out.shape[1]
+    """A kernel leaves the gradients of keys that nobody sees as they were in memory."""
     with torch.enable_grad():
-        leaf = qkv.clone().requires_grad_()
-        again, _ = attend(leaf, queries, pieces, scale)
-        (found,) = torch.autograd.grad(again, leaf, d_out)
-    keys = (qkv.shape[1] - queries) // 2
-    return found.split([queries, keys, keys], 1)
+        leaves = [each.detach().requires_grad_() for each in _seen(qkv, out.shape[1], pieces)]
+        again = _attended(leaves, pieces, scale)
+        found = torch.autograd.grad(again, leaves, d_out)
+    d_query, *rest = (each.transpose(0, 1).contiguous() for each in found)
+    if (context := pieces.context) is not None:
+        rows, end = len(qkv), int(context.starts_N[-1])
+        for each in rest:
+            each[end:] = torch.nan
+        blank = rest[0].new_zeros(rows + SPARE, *rest[0].shape[1:])
+        rest = [blank.index_add(0, context.back_K, each)[:rows] for each in rest]
+    return d_query, *rest
 
 
 def _log_p(logits: Tensor, temperature: float) -> Tensor:

@@ -13,13 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from staleflow.servers.payloads import Row
-from staleflow.training import decoder
 from staleflow.training.attention import attend_by_rows
 from staleflow.training.decoder import Decoder, fits
 from staleflow.training.logprobs import log_probs
 from staleflow.training.micro_batches import MicroBatch, Outputs, forward, micro_batches
 from staleflow.training.pieces import Context, Pieces, Sizes, cuts
-from staleflow.training.recorded import starts
 from staleflow.training.trainer import Trainer, TrainerOptions
 from tests.training import plain_kernels
 from tests.training.batches import quick
@@ -242,50 +240,6 @@ def test_a_trainer_makes_the_same_updates_by_hand(more: dict[str, Any]) -> None:
             assert report.updates == options.updates_per_step
     for one, other in zip(plain.parameters, made.parameters, strict=True):
         assert torch.allclose(one, other, atol=1e-4)
-
-
-@quick(60)
-@given(
-    lengths=st.lists(st.integers(2, 40), max_size=40),
-    tokens=st.sampled_from([64, 256, 512]),
-    longest=st.sampled_from([64, 128]),
-)
-def test_a_recording_is_filled_up_with_rows_that_are_not_longer_than_it_is_made_for(
-    lengths: list[int], tokens: int, longest: int
-) -> None:
-    if sum(lengths) > tokens:
-        return
-    found = starts(lengths, tokens, longest)
-    if found is None:
-        assert len(lengths) + -(-(tokens - sum(lengths)) // longest) > tokens // 4
-        return
-    sizes = np.diff(found)
-    assert sizes[: len(lengths)].tolist() == lengths
-    assert sizes.sum() == tokens
-    assert 0 <= sizes.min() <= sizes.max() <= longest
-    assert starts([], tokens, longest).shape == found.shape  # pyright: ignore[reportOptionalMemberAccess]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_a_recorded_pass_has_the_gradients_of_one_that_is_not(family: str) -> None:
-    from staleflow.training import kernels
-
-    model = model_of(family, tied=True, hidden=64).float().cuda()
-    passes = [[(3, 40), (7, 90)], [(1, 1), (20, 300)], [(5, 200), (3, 309)], [(2, 9)], [(1, 700)]]
-    batches = [micro_batch_on_gpu(batch_of(lengths, seed)) for seed, lengths in enumerate(passes)]
-    found: list[Any] = []
-    for recorded in (decoder.by_hand(model), Decoder(model, kernels)):
-        model.zero_grad(set_to_none=True)
-        outs: list[torch.Tensor] = []
-        for batch in batches:
-            out = forward(model, batch, 1.0, decoder=recorded)
-            objective(out).backward()
-            outs.append(out.logprobs_T.detach())
-        found.append((torch.cat(outs), {name: each.clone() for name, each in gradients(model).items()}))
-    (logprobs, made), (expected, wanted) = found
-    assert torch.equal(logprobs, expected)
-    assert [name for name in wanted if (made[name] - wanted[name]).norm() > 1e-3 * wanted[name].norm()] == []
 
 
 def micro_batch_on_gpu(batch: MicroBatch) -> MicroBatch:
