@@ -11,12 +11,14 @@ backward of a pass must end before the next pass begins.
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from staleflow.errors import line_of
 from staleflow.training.decoder import Decoder, Places
 from staleflow.training.micro_batches import MicroBatch, moved
 from staleflow.training.pieces import SPARE, Context, Pieces
@@ -59,6 +61,8 @@ class Recordings:
         self._decoder = decoder
         self._pool = None
         self._made: dict[Room, Recording] = {}
+        self._shares = True
+        """Whether passes that share prompts can be recorded here."""
 
     @property
     def most(self) -> int:
@@ -71,9 +75,18 @@ class Recordings:
         room = Room.of(batch.pieces)
         if room.tokens > self.most or starts(batch.pieces.lengths, room.tokens, room.longest) is None:
             return None
+        if room.keys and not self._shares:
+            return None
         if room not in self._made:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            self._made[room] = Recording(self._decoder, room, self._pool)
+            try:
+                self._made[room] = Recording(self._decoder, room, self._pool)
+            except RuntimeError as error:
+                if not room.keys:
+                    raise
+                self._shares = False
+                warnings.warn(f"passes that share prompts cannot be recorded here: {line_of(error)}", stacklevel=2)
+                return None
         return self._made[room]
 
 

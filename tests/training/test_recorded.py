@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.training import decoder
+from staleflow.training import recorded as recorded_module
 from staleflow.training.decoder import Decoder
 from staleflow.training.micro_batches import MicroBatch, forward, micro_batches
-from staleflow.training.recorded import Room, blank, fill, starts
+from staleflow.training.recorded import Recordings, Room, blank, fill, starts
 from staleflow.training.rehearsal import _alike
 from staleflow.training.trainer import Trainer, TrainerOptions
 from tests.training.batches import quick
@@ -88,6 +89,23 @@ def test_rehearsed_rows_that_share_their_prompts_have_the_room_that_they_are_to_
     for tokens in (512, 1024, 2048, 4096):
         rows = [row for group in _alike(tokens, 0) for row in group]
         assert Room.of(next(micro_batches(rows, 10**9, share=True)).pieces) == (tokens, 256, 4 * tokens, 256)
+
+
+def test_passes_that_cannot_be_recorded_where_prompts_are_shared_go_on_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(recorded_module, "Recording", fails)
+    recordings = Recordings(by_hand(model_of("llama", tied=False)))
+    shared, whole = (next(micro_batches(rows_of([(9, [2] * 4)]), 10**9, share=share)) for share in (True, False))
+    with pytest.warns(UserWarning, match="cannot be recorded here: RuntimeError: operation not permitted"):
+        assert recordings.find(shared) is None
+    assert recordings.find(shared) is None
+    with pytest.raises(RuntimeError, match="not permitted"):
+        recordings.find(whole)
 
 
 class Unrecorded:
