@@ -140,7 +140,7 @@ class Recorded(NamedTuple):
 
 def captured(call: Callable[[], tuple[Tensor, ...]], pool: Any) -> Recorded:
     """A graph of what the call does. It is run once before: kernels are compiled, libraries make their work space."""
-    side = _side_stream()
+    side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         call()
@@ -152,9 +152,9 @@ def captured(call: Callable[[], tuple[Tensor, ...]], pool: Any) -> Recorded:
 
 
 @cache
-def _side_stream() -> torch.cuda.Stream:
+def _side_stream(device: int) -> torch.cuda.Stream:
     """One for all graphs: libraries keep 32 MiB of work space for each stream that they were called on."""
-    return torch.cuda.Stream()
+    return torch.cuda.Stream(device)
 
 
 class DecodeGraphs:
