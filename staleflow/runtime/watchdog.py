@@ -29,6 +29,21 @@ FADES = 0.9
 
 
 @dataclass(slots=True)
+class Looks:
+    """Looks that are to come ``interval_s`` apart. If one comes much later, this process stood still itself (Ctrl-Z, a
+    job that was suspended), and for that time nobody is to blame."""
+
+    interval_s: float
+    last: float | None = None
+
+    def stood_still(self, now: float) -> float:
+        """For how long, since the look before this one."""
+        before, self.last = self.last, now
+        late = 0.0 if before is None else now - before - self.interval_s
+        return late if late > 2 * self.interval_s else 0.0
+
+
+@dataclass(slots=True)
 class _Asked:
     what: str
     size: float
@@ -63,14 +78,17 @@ class Watchdog:
     lost_s: float = 30.0
     """No process is lost before this."""
     interval_s: float = 1.0
-    """How often ``look`` is called. If it comes much later, this process stood still itself, and nobody is blamed."""
+    """How often ``look`` is called."""
     _asked: dict[str, dict[str, _Asked]] = field(default_factory=dict[str, dict[str, _Asked]])
     _moved: dict[str, float] = field(default_factory=dict[str, float])
     _slowest: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
     """By process and kind of work: seconds of silence for each unit of size."""
     _named: set[str] = field(default_factory=set[str])
     """Those that were found late and have not moved since."""
-    _looked: float | None = None
+    _looks: Looks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._looks = Looks(self.interval_s)
 
     def asked(self, name: str, kind: str, what: str, now: float, size: float = 1.0) -> None:
         """Something more to do. Work of one kind adds up until it is done."""
@@ -115,10 +133,8 @@ class Watchdog:
 
     def look(self, now: float) -> list[Standstill]:
         """Everybody who has work and has not moved for longer than is normal."""
-        if self._looked is not None and now - self._looked > 3 * self.interval_s:
-            stood_still = now - self._looked - self.interval_s
+        if stood_still := self._looks.stood_still(now):
             self._moved = {name: min(now, at + stood_still) for name, at in self._moved.items()}
-        self._looked = now
         found: list[Standstill] = []
         for name, works in self._asked.items():
             seconds = now - self._moved[name]
