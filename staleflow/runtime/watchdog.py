@@ -8,8 +8,8 @@
 A live process says nothing about progress: one that is stopped, deadlocked or thrashing is as alive as any other. So a
 process counts as moving only when it says what it has finished. How long a kind of work normally goes without a word is
 the longest silence of its recent ones, by size; a process is *late* after twice that and *lost* after ten times, with a
-floor for both. The first work of a kind has no measure yet and gets the benefit of the doubt, and so does the next one
-after a loss: if the process was only slow, its successor is given the time.
+floor for both. The first work of a kind has no measure yet and gets the benefit of the doubt once the process is at it,
+and so does the next one after a loss: if the process was only slow, its successor is given the time.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Looks:
 class _Asked:
     what: str
     size: float
+    begun: bool
+    """Whether the process may be at it; else other work comes first."""
     silence_s: float = 0.0
     """The longest between two signs of life."""
 
@@ -90,15 +92,21 @@ class Watchdog:
     def __post_init__(self) -> None:
         self._looks = Looks(self.interval_s)
 
-    def asked(self, name: str, kind: str, what: str, now: float, size: float = 1.0) -> None:
-        """Something more to do. Work of one kind adds up until it is done."""
+    def asked(self, name: str, kind: str, what: str, now: float, size: float = 1.0, begun: bool = True) -> None:
+        """Something more to do. Work of one kind adds up until it is done. ``begun``: False if the process says when it
+        begins with it."""
         works = self._asked.setdefault(name, {})
         if not works:
             self._moved[name] = now
         if (before := works.get(kind)) is not None:
             before.what, before.size = what, before.size + size
         else:
-            works[kind] = _Asked(what, size)
+            works[kind] = _Asked(what, size, begun)
+
+    def begun(self, name: str, kind: str) -> None:
+        """The process is at work of this kind now."""
+        if (asked := self._asked.get(name, {}).get(kind)) is not None:
+            asked.begun = True
 
     def normal(self, name: str, kind: str, silence_s: float) -> None:
         """How long this normally goes without a word, known from elsewhere."""
@@ -140,9 +148,10 @@ class Watchdog:
             seconds = now - self._moved[name]
             if not works or seconds < LATE_S:
                 continue
-            paces = [self._slowest.get((name, kind)) for kind in works]
-            normal = sum(pace * asked.size for pace, asked in zip(paces, works.values(), strict=True) if pace)
-            first = None in paces
+            paces = {kind: self._slowest.get((name, kind)) for kind in works}
+            normal = sum(pace * works[kind].size for kind, pace in paces.items() if pace)
+            begun = [kind for kind in works if works[kind].begun] or works
+            first = any(paces[kind] is None for kind in begun)
             if seconds >= max(LATE_S, LATE * normal, FIRST_S if first else 0.0):
                 what = ", ".join(asked.what for asked in works.values())
                 limit = max(self.lost_s, LOST * normal, FIRST_LOST_S if first else 0.0)
