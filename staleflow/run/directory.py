@@ -88,7 +88,7 @@ class RunDirectory:
     @classmethod
     def at(cls, path: Path, config: Config) -> RunDirectory:
         """A new one with this path."""
-        _usable(path.absolute())
+        _in_utf8(path.absolute())
         try:
             path.mkdir(mode=0o700, parents=True)
             run = cls(path.resolve())
