@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import kept  # noqa: E402
+from bench import amounts, kept  # noqa: E402
 
 MOST_S = 900
 """Time limit of one run."""
@@ -40,8 +40,8 @@ KEPT = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--bounds", default="2,0,1,3")
-    parser.add_argument("--seeds", type=int, default=5, help="at the first of the bounds; two at the others")
+    parser.add_argument("--bounds", type=amounts.wholes, default="2,0,1,3")
+    parser.add_argument("--seeds", type=amounts.count, default=5, help="at the first of the bounds; two at the others")
     parser.add_argument("--cache", help="the folder of base models, which are made once for each seed")
     parser.add_argument(
         "--results", type=kept.to_continue, default=str(Path(tempfile.gettempdir()) / "staleflow-agents.json")
@@ -50,10 +50,9 @@ def main() -> int:
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE")
     options = parser.parse_args()
     found: dict[str, dict[str, Any]] = kept.read(options.results)
-    bounds = [int(each) for each in options.bounds.split(",")]
     wanted = [
         (bound, seed)
-        for at, bound in enumerate(bounds)
+        for at, bound in enumerate(options.bounds)
         for seed in range(min(2, options.seeds) if at else options.seeds)
     ]
     for bound, seed in wanted:

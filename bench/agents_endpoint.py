@@ -35,6 +35,7 @@ from staleflow.rollout.options import Sampling
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench import amounts
 from tests.agents.serving import TOOLS, USER, Wire
 from tests.agents.templates import CALLS, stops_of, words_of
 
@@ -181,10 +182,10 @@ def figures(rounds: Sequence[dict[str, Any]], model_s: float) -> dict[str, float
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--model-ms", type=float, default=250.0)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--episodes", type=amounts.count, default=64)
+    parser.add_argument("--turns", type=amounts.count, default=8)
+    parser.add_argument("--model-ms", type=amounts.amount, default=250.0)
+    parser.add_argument("--rounds", type=amounts.count, default=3)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     model_s = asked.model_ms / 1000

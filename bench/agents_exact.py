@@ -35,6 +35,7 @@ from staleflow.types import Row
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench import amounts
 from tests.agents.serving import END, Wire
 from tests.tiny_models import save_chat
 
@@ -228,8 +229,8 @@ def measure(episodes: int, seed: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--episodes", type=amounts.count, default=1000)
+    parser.add_argument("--seed", type=amounts.whole, default=0)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     began = time.monotonic()

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import kept
+from bench import amounts, kept
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.environments import SimEnvironments
 from staleflow.simulate.policy import Policy
@@ -82,11 +82,11 @@ class InStepCluster(Cluster):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--tool-s", type=float, default=30.0)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--bounds", default="1,2,3")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--turns", type=amounts.count, default=8)
+    parser.add_argument("--tool-s", type=amounts.amount, default=30.0)
+    parser.add_argument("--seeds", type=amounts.count, default=3)
+    parser.add_argument("--bounds", type=amounts.wholes, default="1,2,3")
+    parser.add_argument("--steps", type=amounts.count, default=10)
     parser.add_argument("--json", type=kept.to_write)
     options = parser.parse_args()
     base = replace(
@@ -96,7 +96,7 @@ def main() -> int:
         tool_tokens=200,
     )
     found: list[dict[str, Any]] = []
-    for name, bound in arms([int(each) for each in options.bounds.split(",")]):
+    for name, bound in arms(options.bounds):
         instances = best_split(name, replace(base, staleness=bound))
         setting = with_split(base, bound, instances)
         rows = [simulated(name, setting, seed) for seed in range(1, options.seeds + 1)]

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import kept  # noqa: E402
+from bench import amounts, kept  # noqa: E402
 from staleflow.agents.calculator import TOOLS, result  # noqa: E402
 from staleflow.agents.client import LimitError, Model  # noqa: E402
 from staleflow.agents.outcome import Outcome, scored, truncated  # noqa: E402
@@ -165,7 +165,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description="Rules for episodes, with real processes.")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=amounts.count, default=1)
     parser.add_argument("--json", type=kept.to_continue, help="where results are kept, and continued from")
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE")
     given = parser.parse_args(arguments)

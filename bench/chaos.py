@@ -55,7 +55,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process with threads cannot e
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import kept  # noqa: E402
+from bench import amounts, kept  # noqa: E402
 from bench.chaos_case import FULL, KINDS, ROLES, Case, plan_of  # noqa: E402
 from bench.chaos_lab import SHARED, TRAIN, HangError, Victim, enter_namespace, mount_small, unmount  # noqa: E402
 
@@ -77,16 +77,24 @@ SPIN = "while True: pass"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--faults", type=int, help=f"how many in all, over as many runs as that takes ({FAULTS})")
-    parser.add_argument("--cases", type=int, help="this many runs instead")
-    parser.add_argument("--each", type=int, default=10, help="faults of one run at most (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument(
+        "--faults", type=amounts.whole, help=f"how many in all, over as many runs as that takes ({FAULTS})"
+    )
+    parser.add_argument("--cases", type=amounts.whole, help="this many runs instead")
+    parser.add_argument("--each", type=amounts.count, default=10, help="faults of one run at most (%(default)s)")
+    parser.add_argument("--seed", type=amounts.whole, default=0, help="of the first run")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of faults, by commas (all)")
     parser.add_argument("--plan", type=plan_of, default=(), help="one run with these: 'kill i0 + service gone, tree'")
-    parser.add_argument("--episodes", type=float, default=0.25, help="share of runs in which environments play (0.25)")
-    parser.add_argument("--recovery", type=int, help=f"deaths of one of four instances, laptop preset ({RECOVERIES})")
-    parser.add_argument("--durability", type=int, help=f"runs of the laptop preset with and without it ({REPEATS})")
-    parser.add_argument("--short-steps", type=int, help=f"runs of 400 short steps on busy cores ({SHORT})")
+    parser.add_argument(
+        "--episodes", type=amounts.amount, default=0.25, help="share of runs in which environments play (0.25)"
+    )
+    parser.add_argument(
+        "--recovery", type=amounts.whole, help=f"deaths of one of four instances, laptop preset ({RECOVERIES})"
+    )
+    parser.add_argument(
+        "--durability", type=amounts.whole, help=f"runs of the laptop preset with and without it ({REPEATS})"
+    )
+    parser.add_argument("--short-steps", type=amounts.whole, help=f"runs of 400 short steps on busy cores ({SHORT})")
     parser.add_argument("--json", type=kept.to_continue, help="where results are kept, and continued from")
     parser.add_argument("--output", type=Path, help="put the table into this file, between its marks")
     options = parser.parse_args()

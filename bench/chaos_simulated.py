@@ -33,7 +33,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import kept
+from bench import amounts, kept
 from staleflow.coordinator.strategies import Strategies
 from staleflow.errors import StaleFlowError
 from staleflow.simulate import faults, invariants
@@ -292,13 +292,15 @@ def again(seed: int, kinds: tuple[str, ...]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--faults", type=int, default=10_000, metavar="N", help="stop after N faults")
-    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="stop after S seconds")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first seed")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes")
+    parser.add_argument("--faults", type=amounts.whole, default=10_000, metavar="N", help="stop after N faults")
+    parser.add_argument(
+        "--seconds", type=amounts.amount, default=float("inf"), metavar="S", help="stop after S seconds"
+    )
+    parser.add_argument("--seed", type=amounts.whole, default=0, metavar="N", help="the first seed")
+    parser.add_argument("--jobs", type=amounts.count, default=2, metavar="N", help="processes")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of faults, with commas")
     parser.add_argument("--json", type=kept.to_write, metavar="FILE", help="write the figures")
-    parser.add_argument("--again", type=int, metavar="SEED", help="one run again")
+    parser.add_argument("--again", type=amounts.whole, metavar="SEED", help="one run again")
     options = parser.parse_args()
     kinds = tuple(options.kinds.split(","))
     if unknown := [kind for kind in kinds if kind not in KINDS]:

@@ -39,7 +39,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import kept  # noqa: E402
+from bench import amounts, kept  # noqa: E402
 from bench.chaos_lab import Victim  # noqa: E402
 from bench.ray_nodes import Nodes, below, node_of  # noqa: E402
 from staleflow.observe.metrics import read_metrics  # noqa: E402
@@ -66,10 +66,10 @@ COLUMNS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=60, help="of each run (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="of each arm (%(default)s)")
-    parser.add_argument("--runs", type=int, default=10**6, help="at most, this time")
-    parser.add_argument("--arms", type=int, default=10**6, help="the first ones only")
+    parser.add_argument("--steps", type=amounts.count, default=60, help="of each run (%(default)s)")
+    parser.add_argument("--repeats", type=amounts.count, default=3, help="of each arm (%(default)s)")
+    parser.add_argument("--runs", type=amounts.count, default=10**6, help="at most, this time")
+    parser.add_argument("--arms", type=amounts.count, default=10**6, help="the first ones only")
     parser.add_argument(
         "--json", type=kept.to_continue, metavar="FILE", help="where figures are kept, and continued from"
     )

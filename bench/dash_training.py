@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import kept
+from bench import amounts, kept
 
 NAMES = ("without", "watched")
 TICK = os.sysconf("SC_CLK_TCK")
@@ -86,8 +86,8 @@ def is_page(path: Path, runs: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--repeats", type=amounts.count, default=5)
+    parser.add_argument("--steps", type=amounts.count, default=40)
     parser.add_argument("--out", type=kept.to_continue)
     options = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {name: [] for name in NAMES}

@@ -10,6 +10,7 @@ half-written.
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,5 +66,10 @@ def read(path: Path | None) -> dict[str, Any]:
 
 
 def write(path: Path | None, found: Any) -> None:
+    """What was there before stays if this cannot be written: the bench ends then, and is continued when it can."""
     if path is not None:
-        write_whole(path, json.dumps(found, indent=1) + "\n")
+        try:
+            write_whole(path, json.dumps(found, indent=1) + "\n")
+        except OSError as error:
+            print(f"{path} cannot be written ({line_of(error)}): make room, and start again", file=sys.stderr)
+            raise SystemExit(2) from None

@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import kept  # noqa: E402
+from bench import amounts, kept  # noqa: E402
 from bench.chaos_audit import audit  # noqa: E402
 from bench.chaos_lab import HangError, Victim  # noqa: E402
 from bench.ray_nodes import Nodes, node_of  # noqa: E402
@@ -56,9 +56,9 @@ SETTINGS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--kills", type=int, default=50, help="in all (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--cases", type=int, default=10**6, help="runs at most, this time")
+    parser.add_argument("--kills", type=amounts.count, default=50, help="in all (%(default)s)")
+    parser.add_argument("--seed", type=amounts.whole, default=0, help="of the first run")
+    parser.add_argument("--cases", type=amounts.whole, default=10**6, help="runs at most, this time")
     parser.add_argument(
         "--json", type=kept.to_continue_list, metavar="FILE", help="where results are kept, and continued from"
     )

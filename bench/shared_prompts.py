@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
-from bench import kept
+from bench import amounts, kept
 from bench.trainer_cuda import SHAPES, model_of, step_of, wait
 from staleflow.training.pieces import Sizes
 from staleflow.training.trainer import GroupRows, Trainer, TrainerOptions
@@ -118,7 +118,7 @@ def measured(case: Case, device: str, repeats: int) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=amounts.count, default=5)
     parser.add_argument("--smoke", action="store_true", help="tiny, on any device")
     parser.add_argument("--json", type=kept.to_write, help="write the results there too")
     given = parser.parse_args(arguments)

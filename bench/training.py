@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import kept  # noqa: E402
+from bench import amounts, kept  # noqa: E402
 from staleflow.observe.chart import HEIGHT, Curve, chart, stacked  # noqa: E402
 from staleflow.observe.chart import document as svg  # noqa: E402
 
@@ -74,12 +74,12 @@ DEFAULT = "default"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--seeds", type=amounts.count, default=3)
+    parser.add_argument("--steps", type=amounts.count, default=24)
     parser.add_argument(
-        "--default-seeds", type=int, default=5, help="runs of the command as it comes, base model and all"
+        "--default-seeds", type=amounts.whole, default=5, help="runs of the command as it comes, base model and all"
     )
-    parser.add_argument("--bounds", default="0,1,2,3,8")
+    parser.add_argument("--bounds", type=amounts.wholes, default="0,1,2,3,8")
     parser.add_argument("--corrections", default="none,truncated")
     parser.add_argument("--trl", metavar="PYTHON", help="a Python that has trl: its GRPOTrainer takes its turn too")
     parser.add_argument(
@@ -90,11 +90,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.quick:
-        options.seeds, options.steps, options.bounds, options.corrections = 1, 6, "0,2", "none"
+        options.seeds, options.steps, options.bounds, options.corrections = 1, 6, [0, 2], "none"
         options.default_seeds = 1
     settings = [SYNCHRONOUS]
     for correction in options.corrections.split(","):
-        settings += [Setting(int(bound), correction) for bound in options.bounds.split(",")]
+        settings += [Setting(bound, correction) for bound in options.bounds]
     results = Results(options.results, options.steps)
     for seed in range(options.seeds):
         for setting in settings:

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import kept
+from bench import amounts, kept
 from bench.gpu.lab import Results, train
 
 ENGINES = ("builtin", "vllm")
@@ -62,9 +62,9 @@ def apart(differences: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The laptop task with the built-in engine and with vLLM.")
     parser.add_argument("--output", type=kept.to_continue, help="file of results, read to resume")
-    parser.add_argument("--bounds", type=int, nargs="+", default=[2, 0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=480.0, help="seconds after which nothing is begun")
+    parser.add_argument("--bounds", type=amounts.whole, nargs="+", default=[2, 0])
+    parser.add_argument("--seeds", type=amounts.count, default=3)
+    parser.add_argument("--limit", type=amounts.amount, default=480.0, help="seconds after which nothing is begun")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="two steps with the built-in engine only")
     given = parser.parse_args()

@@ -88,6 +88,8 @@ def what_failed(error: OSError) -> str:
         return "too many files are open: raise the limit, as by ulimit -n 4096"
     if error.errno == errno.ENOENT and not stands_somewhere():
         return "the working directory was removed: change into one that is there"
+    if error.errno == errno.ENAMETOOLONG:
+        return f"the path {error.filename} is too long, or a name in it: give a shorter one"
     if isinstance(error, PermissionError) and error.filename is not None:
         return f"{error.filename} is not open to this user: give another path, or change who may use it"
     return str(error)

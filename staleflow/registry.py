@@ -223,6 +223,8 @@ def _place(error: Exception, function: Callable[..., Any]) -> str:
     """The last line of the user's own file that the error passed."""
     while (inner := getattr(function, "func", None) or getattr(function, "__wrapped__", None)) is not None:
         function = inner
+    if inspect.isclass(function):
+        function = function.__init__
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == file]
     return f" at {Path(file).name}, line {lines[-1]}" if file and lines else ""

@@ -443,6 +443,8 @@ class Moved(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Messages that it has done everything about, since its start."""
     why: str = ""
     """What keeps it from continuing and somebody could put right, such as a full disk."""
+    saves: bool = False
+    """Whether it writes a checkpoint from now on."""
 
 
 class Trained(msgspec.Struct, tag=True, array_like=True, frozen=True):

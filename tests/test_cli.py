@@ -108,6 +108,7 @@ def test_a_working_directory_that_was_removed_is_said_so(tmp_path: Path, command
     ("error", "helps"),
     [
         (OSError(errno.EMFILE, "Too many open files"), "raise the limit"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "/y"), "the path /y is too long"),
         (
             PermissionError(errno.EACCES, "Permission denied", "/root/x"),
             "/root/x is not open to this user: give another",
@@ -160,3 +161,8 @@ def test_an_option_that_is_a_setting_says_how_it_is_written(
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
+
+
+def test_a_terminal_obeys_nothing_that_a_wrong_word_brings_along(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--resume", "/tmp/no\x1b[2J\x07such"]) == 2
+    assert r"/tmp/no\x1b[2J\x07such is not a run directory" in capsys.readouterr().err

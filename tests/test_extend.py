@@ -40,6 +40,8 @@ from staleflow.tasks.task import Problem
 from staleflow.training.build import build
 from staleflow.training.options import ADVANTAGES, CORRECTIONS, LOSSES
 from staleflow.training.report import StepReport
+from staleflow.types import Setup
+from staleflow.workers import roles
 from tests.coordinator.make_situations import instance, situation
 
 PAGE = (Path(__file__).parents[1] / "docs/extend.md").read_text()
@@ -262,6 +264,44 @@ def test_an_engine_decodes(model: Path) -> None:
     config = configured(model, *SETTINGS["rollout.engine"])
     make = ENGINES.load(config.rollout.engine)
     assert finished(make(model, config.engine_options(), **config.rollout.engine_arguments)) == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        ("raise RuntimeError('no GPU\\nhere')", r"failed \(RuntimeError: no GPU here at wrong.py, line 3\)"),
+        (
+            "self.step = self.pull = None",
+            "returned an object of the type Wrong without busy, submit, .*: write what Engine in",
+        ),
+    ],
+)
+def test_an_engine_of_ones_own_that_cannot_be_made_is_not_made_six_times(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, written: str, why: str
+) -> None:
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "wrong", raising=False)
+    monkeypatch.setattr(ENGINES, "_loaded", {})
+    (folder / "wrong.py").write_text(
+        f"class Wrong:\n    def __init__(self, model_folder, options):\n        {written}\n"
+    )
+    config = configured(model, "rollout.engine=wrong:Wrong")
+    with pytest.raises(ConfigError, match=f"rollout.engine=wrong:Wrong {why}"):
+        roles._engine(setup(model, incarnation=1), config)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_an_engine_that_worked_before_is_tried_again(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(folder)
+    (folder / "away.py").write_text("def away(model_folder, options):\n    raise RuntimeError('the device is busy')\n")
+    config = configured(model, "rollout.engine=away:away")
+    with pytest.raises(RuntimeError, match=r"^the device is busy$"):
+        roles._engine(setup(model, incarnation=2), config)  # pyright: ignore[reportPrivateUsage]
+
+
+def setup(model: Path, incarnation: int) -> Setup:
+    return Setup("instance", "i0", incarnation, "", str(model), "", [], 1, 0)
 
 
 # Into the package: one file and one line

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import kept
+from bench import amounts, kept
 from bench.gpu.lab import Results, train
 
 SHORT = "{prompt}\nAnswer with one number."
@@ -127,10 +127,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--output", type=kept.to_continue, help="file of results, read to resume")
     parser.add_argument("--picture", type=kept.to_write, help="of the task arithmetic")
     parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir()) / "staleflow-learning")
-    parser.add_argument("--jobs", type=int, default=1, help="runs beside each other")
-    parser.add_argument("--most", type=int, help="only the first of the runs")
+    parser.add_argument("--jobs", type=amounts.count, default=1, help="runs beside each other")
+    parser.add_argument("--most", type=amounts.count, help="only the first of the runs")
     parser.add_argument("--only", default="", help="a regular expression: leave out what it is not found in")
-    parser.add_argument("--limit", type=float, default=420, help="seconds after which no run is started")
+    parser.add_argument("--limit", type=amounts.amount, default=420, help="seconds after which no run is started")
     parser.add_argument("--smoke", action="store_true", help="one short run of the embedded model on the CPU")
     given = parser.parse_args(arguments)
     results, end = Results(given.output), time.monotonic() + given.limit

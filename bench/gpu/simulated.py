@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import kept
+from bench import amounts, kept
 from bench.gpu import system, tail
 from bench.gpu.skewed import length
 from bench.gpu.turns import CardCluster, slice_for
@@ -347,8 +347,12 @@ def main(arguments: list[str] | None = None) -> Rows:
     parser.add_argument("--tail", type=kept.to_read, required=True, help="what tail.py wrote")
     parser.add_argument("--without", nargs="*", default=(), help="calls in it to leave out, by how they begin")
     parser.add_argument("--shape", default="qwen-0.5b")
-    parser.add_argument("--lengths", type=int, nargs=3, default=(256, 4096, 128), help="mean, longest, prompt")
-    parser.add_argument("--launches", type=float, help="seconds of a step with prefill that is not a CUDA graph")
+    parser.add_argument(
+        "--lengths", type=amounts.count, nargs=3, default=(256, 4096, 128), help="mean, longest, prompt"
+    )
+    parser.add_argument(
+        "--launches", type=amounts.amount, help="seconds of a step with prefill that is not a CUDA graph"
+    )
     parser.add_argument(
         "--measured", type=kept.to_read, help="what system.py wrote: cells without a folder of their own"
     )

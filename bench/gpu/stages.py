@@ -20,7 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import kept
+from bench import amounts, kept
 from bench.gpu.lab import Results
 from bench.gpu.tail import Sizes, engine_of
 from staleflow.rollout import chain
@@ -196,8 +196,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--smoke", action="store_true", help="without a GPU")
     parser.add_argument("--changes", action="store_true", help="only the chain, with one of its constants changed")
     parser.add_argument("--shapes", nargs="+", default=["qwen-1.5b", "qwen-0.5b"])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[512])
+    parser.add_argument("--rows", type=amounts.count, nargs="+", default=[1, 8, 16, 32, 64, 128])
+    parser.add_argument("--contexts", type=amounts.count, nargs="+", default=[512])
     given = parser.parse_args(arguments)
     results = Results(given.output)
     results.head()

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench import kept
+from bench import amounts, kept
 from staleflow.rollout.builtin import EngineOptions, TorchEngine
 from staleflow.rollout.engine import Request, Sampling
 from staleflow.rollout.shapes import SHAPES, write
@@ -171,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny, on any device")
     parser.add_argument("--shape", default="smollm-135m", choices=[*SHAPES])
-    parser.add_argument("--micro-tokens", type=int, default=16_384)
+    parser.add_argument("--micro-tokens", type=amounts.count, default=16_384)
     parser.add_argument("--json", type=kept.to_write)
     parser.add_argument("--picture", type=kept.to_write)
     given = parser.parse_args()

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import kept
+from bench import amounts, kept
 from bench.gpu import skewed
 from bench.gpu.lab import Results, Sampled, train
 from bench.simulator_error import observed
@@ -91,11 +91,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--workload", choices=[*STEPS], default="skewed")
     parser.add_argument("--shape", default="qwen-0.5b")
     parser.add_argument("--engine", choices=("builtin", "vllm"), default="builtin")
-    parser.add_argument("--instances", type=int, default=1)
+    parser.add_argument("--instances", type=amounts.count, default=1)
     parser.add_argument("--cells", nargs="+", help="some of the cells, such as 0-batch 2-stream, in this order")
-    parser.add_argument("--limit", type=float, default=420, help="seconds after which no run is started")
+    parser.add_argument("--limit", type=amounts.amount, default=420, help="seconds after which no run is started")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the runs besides")
-    parser.add_argument("--steps", type=int, help="of each run, instead of the usual number")
+    parser.add_argument("--steps", type=amounts.count, help="of each run, instead of the usual number")
     parser.add_argument("--trace", type=Path, help="folder for traces of the built-in engine (traced.py)")
     parser.add_argument("--smoke", action="store_true", help="a short run of a tiny model on the CPU")
     given = parser.parse_args(arguments)

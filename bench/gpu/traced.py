@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import kept
+from bench import amounts, kept
 from bench.gpu.skewed import limited
 from staleflow.rollout.builtin import TorchEngine
 from staleflow.rollout.engine import LoadWeights, Request, StepOutput, WeightSource
@@ -88,7 +88,7 @@ def summary(lines: Sequence[Sequence[Any]]) -> dict[str, dict[str, float]]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--longest", type=int, default=5, help="how many of the longest steps to show")
+    parser.add_argument("--longest", type=amounts.count, default=5, help="how many of the longest steps to show")
     parser.add_argument("--json", type=kept.to_write)
     given = parser.parse_args(arguments)
     found: dict[str, Any] = {}

@@ -73,11 +73,16 @@ class Player:
         self._task = asyncio.get_running_loop().create_task(self._read())
         return self
 
+    @property
+    def hears(self) -> bool:
+        """Whether it is there. Of its end the listener is told a moment later: how it ended is found out first."""
+        return not (self._reader.at_eof() or self._writer.is_closing())
+
     def send(self, message: Begin | Over | Cancel) -> None:
         self.send_frame(pack(message))
 
     def send_frame(self, frame: bytes) -> None:
-        with suppress(OSError, RuntimeError):  # it has died, which is noticed by its output
+        if self.hears:
             self._writer.write(frame)
 
     async def end(self) -> None:

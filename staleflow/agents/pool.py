@@ -188,8 +188,8 @@ class EnvironmentPool:
     def _dispatch(self) -> None:
         if self._queue:
             self._grow()
-        while self._queue and self._players:
-            player = min(self._players, key=lambda each: len(each.numbers))
+        while self._queue and (there := [each for each in self._players if each.hears]):
+            player = min(there, key=lambda each: len(each.numbers))
             if len(player.numbers) >= self.options.episodes:
                 return
             self._give(player, self._queue.popleft())

@@ -81,12 +81,15 @@ class Worker:
             outcome = None if playing.cancelled else failed(playing.over or "the environment cancelled itself")
         except LimitError as error:
             outcome = failed(f"{error} (catch LimitError, and return truncated(reward, why), to keep it)")
-        except (Exception, SystemExit) as error:  # whatever the environment raises must not end the others
+        except BaseException as error:  # whatever the environment raises must not end the others
             self._log(asked.name, error)
             outcome = failed(text_of(error) if isinstance(error, StaleFlowError) else line_of(error))
         await model.close()
         del self._playing[asked.number]
-        self.say(Ended(asked.number, outcome))
+        try:
+            self.say(Ended(asked.number, outcome))
+        except ValueError as error:  # it is too long, or no text
+            self.say(Ended(asked.number, failed(f"its outcome cannot be sent ({line_of(error)}): make it plain text")))
 
     def _log(self, name: str, error: BaseException) -> None:
         self._logged += 1

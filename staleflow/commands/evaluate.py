@@ -103,8 +103,9 @@ def _server(url: str, folder: Path, served: str | None) -> tuple[Callable[..., A
 
 
 def _engine(config: Config, folder: Path) -> Engine:
-    make = ENGINES.load(config.rollout.engine)
-    return make(folder, config.engine_options(), **config.rollout.engine_arguments)
+    from staleflow.rollout.making import make_engine
+
+    return make_engine(config.rollout.engine, folder, config.engine_options(), config.rollout.engine_arguments)
 
 
 def text_of(found: dict[str, Any]) -> str:

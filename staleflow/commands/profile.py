@@ -99,6 +99,7 @@ def measure_engine(config: Config, running: int, context: int, progress: Progres
     """The profile, and a description of the device."""
     progress.say("loads PyTorch")
     try:
+        from staleflow.rollout.making import make_engine
         from staleflow.rollout.profile import Grid, measure
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'staleflow[local]'") from None
@@ -117,8 +118,7 @@ def measure_engine(config: Config, running: int, context: int, progress: Progres
     with tempfile.TemporaryDirectory() as made:
         if random:
             write(_shape(config), made)
-        make = ENGINES.load(rollout.engine)
-        engine = make(made if random else config.model, options, **rollout.engine_arguments)
+        engine = make_engine(rollout.engine, made if random else config.model, options, rollout.engine_arguments)
         try:
             progress.say(f"measures up to {running} sequences of up to {context} tokens")
             profile = measure(engine, options, Grid.up_to(running, context), progress.reach)

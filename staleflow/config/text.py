@@ -99,7 +99,9 @@ def render(tree: Any) -> str:
 
 
 def one_line(text: object) -> str:
-    return " ".join(str(text).split())
+    """What a terminal would obey instead of showing it is written as in Python: a name may bring it along."""
+    line = " ".join(str(text).split())
+    return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 def short(value: Any) -> str:

@@ -68,7 +68,8 @@ class Index:
         self._owned = -1
         """The lock of ``index.db``: of several pages of a run, one keeps it, the others one of their own."""
         self._db = self._open()
-        self._local = threading.local()
+        self._readers: list[sqlite3.Connection] = []
+        """Connections that nobody asks by now."""
         self._load()
 
     # Following
@@ -149,7 +150,8 @@ class Index:
         with suppress(sqlite3.Error):
             if self._unsaved:
                 self.save()
-        self._db.close()
+        for db in (*self._readers, self._db):
+            db.close()
         if self._temporary is not None:
             self._temporary.cleanup()
         if self._owned >= 0:
@@ -206,13 +208,19 @@ class Index:
         return self._ask(query, (lane, begin, end, begin, width))
 
     def _ask(self, query: str, values: Sequence[Any]) -> list[Any]:
-        """Each thread by its own connection; if the file was deleted since, by the one that still has it."""
-        if not hasattr(self._local, "db"):
+        """By a connection that nobody else uses meanwhile; if the file was deleted since, by the one that still has it.
+        There are as many as were ever asked at once: SQLite closes no file of a database that another one reads."""
+        try:
+            db = self._readers.pop()
+        except IndexError:
             try:
-                self._local.db = read_only(self._path)
+                db = read_only(self._path)
             except sqlite3.OperationalError:
-                self._local.db = self._db
-        return self._local.db.execute(query, tuple(values)).fetchall()
+                return self._db.execute(query, tuple(values)).fetchall()
+        try:
+            return db.execute(query, tuple(values)).fetchall()
+        finally:
+            self._readers.append(db)
 
     # The file
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import hmac
 import os
+import resource
 import socket
 import sys
 import threading
@@ -53,8 +54,9 @@ STAYS_S = 3.0
 BEAT_S = 10.0
 """A stream without news says so, so that a browser that is gone is noticed."""
 MOST_STREAMS = 64
+MOST_CONNECTIONS = 256
 TIMEOUT_S = 30.0
-"""For a request to arrive."""
+"""For a request to arrive, and for a piece of an answer to be taken."""
 SAFE = {
     "Content-Security-Policy": "default-src 'self'",
     "X-Content-Type-Options": "nosniff",
@@ -124,7 +126,8 @@ class Dash:
         while not self.stopped:
             before, more = [view.changes for view in self.views], False
             for view in self.views:
-                more |= view.follow()
+                with suppress(OSError):  # too many files are open: later again
+                    more |= view.follow()
             if before != [view.changes for view in self.views]:
                 with self.news:
                     self.news.notify_all()
@@ -160,7 +163,38 @@ class _Http(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
+        self.most = min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self.connections: set[Any] = set()
+        self.waiting: dict[socket.socket, float] = {}
+        """Connections over which a request may come, each with the time since when."""
         super().__init__(address, handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # who wants to connect still waits: do not spin
+                time.sleep(LOOKED_AT_S)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self.connections) >= self.most:
+            self.shutdown_request(request)
+            return
+        self.connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.connections.discard(request)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Twice a second: whose request has not arrived in time, a byte now and then, is not waited for any longer."""
+        now = time.monotonic()
+        for connection, since in list(self.waiting.items()):
+            if now - since > TIMEOUT_S:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Who asked may be gone at any time: that is nobody's mistake, and nothing is printed of it."""
@@ -174,10 +208,22 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _dash(self) -> Dash:
+        return self._http.dash
+
+    @property
+    def _http(self) -> _Http:
         assert isinstance(self.server, _Http)
-        return self.server.dash
+        return self.server
+
+    def handle_one_request(self) -> None:
+        self._http.waiting[self.connection] = time.monotonic()
+        try:
+            super().handle_one_request()
+        finally:
+            self._http.waiting.pop(self.connection, None)
 
     def do_GET(self) -> None:
+        self._http.waiting.pop(self.connection, None)
         dash = self._dash
         try:
             url = urlsplit(self.path)

@@ -47,6 +47,8 @@ from staleflow.files import write_whole
 from staleflow.servers.weights.segments import StoreRegistry
 from staleflow.settings import TEXT
 
+LONGEST_PATH = 400
+"""Bytes of the folder of runs: SQLite opens paths of up to 512."""
 _JOURNAL = re.compile(r"events(?:-(\d+))?\.db")
 
 
@@ -70,7 +72,7 @@ class RunDirectory:
     @classmethod
     def create(cls, config: Config, name: str) -> RunDirectory:
         """A new one under ``config.runs``, and the link ``latest`` to it."""
-        runs = _in_utf8(Path(config.runs).absolute())
+        runs = _usable(Path(config.runs).absolute())
         stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
         try:
             runs.mkdir(parents=True, exist_ok=True)
@@ -199,6 +201,16 @@ def _in_utf8(path: Path) -> Path:
     """What a run writes names its directory, in UTF-8; a folder may have any bytes in its name."""
     if problem := TEXT.problem(path):
         raise ConfigError(f"{path}{problem}")
+    return path
+
+
+def _usable(path: Path) -> Path:
+    """For a new run: what it prints names its directory, to be copied, and SQLite opens a file in it."""
+    _in_utf8(path)
+    if not (name := str(path)).isprintable():
+        raise ConfigError(f"{name!r} has characters that cannot be printed: give another folder by runs=...")
+    if (size := len(name.encode())) > LONGEST_PATH:
+        raise ConfigError(f"a path of {size} bytes is too long: give a folder of at most {LONGEST_PATH} by runs=...")
     return path
 
 

@@ -35,6 +35,7 @@ from staleflow.runtime.ports import InstancePort, RewardPort, TrainerPort
 from staleflow.runtime.reports import Reports
 from staleflow.runtime.scoring import Scoring
 from staleflow.runtime.situate import MOST_QUEUED, Watch
+from staleflow.runtime.watchdog import Looks
 from staleflow.servers.episodes import EpisodeServer
 from staleflow.servers.lifecycle import Group, Trajectory
 from staleflow.servers.trajectories import ON_AN_INSTANCE, Prompts, TrajectoryServer
@@ -450,10 +451,14 @@ class ControlPlane:
     async def _keep_watching(self) -> None:
         """No instance reports its own death, and a stalled run does not report itself: look for both."""
         news_at = self._now()
+        looks = Looks(self.settings.instance_timeout_s / 4, news_at)
         while True:
-            await asyncio.sleep(self.settings.instance_timeout_s / 4)
+            await asyncio.sleep(looks.interval_s)
             now = self._now()
-            self._watch(now)
+            if stood_still := looks.stood_still(now):  # what was said meanwhile is heard before the next look
+                news_at += stood_still
+            else:
+                self._watch(now)
             if self._news:
                 self._news, news_at = False, now
             if now - news_at > self.settings.stall_s:

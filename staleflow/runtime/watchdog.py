@@ -8,8 +8,8 @@
 A live process says nothing about progress: one that is stopped, deadlocked or thrashing is as alive as any other. So a
 process counts as moving only when it says what it has finished. How long a kind of work normally goes without a word is
 the longest silence of its recent ones, by size; a process is *late* after twice that and *lost* after ten times, with a
-floor for both. The first work of a kind has no measure yet and gets the benefit of the doubt, and so does the next one
-after a loss: if the process was only slow, its successor is given the time.
+floor for both. The first work of a kind has no measure yet and gets the benefit of the doubt once the process is at it,
+and so does the next one after a loss: if the process was only slow, its successor is given the time.
 """
 
 from __future__ import annotations
@@ -29,9 +29,26 @@ FADES = 0.9
 
 
 @dataclass(slots=True)
+class Looks:
+    """Looks that are to come ``interval_s`` apart. If one comes much later, this process stood still itself (Ctrl-Z, a
+    job that was suspended), and for that time nobody is to blame."""
+
+    interval_s: float
+    last: float | None = None
+
+    def stood_still(self, now: float) -> float:
+        """For how long, since the look before this one."""
+        before, self.last = self.last, now
+        late = 0.0 if before is None else now - before - self.interval_s
+        return late if late > 2 * self.interval_s else 0.0
+
+
+@dataclass(slots=True)
 class _Asked:
     what: str
     size: float
+    begun: bool
+    """Whether the process may be at it; else other work comes first."""
     silence_s: float = 0.0
     """The longest between two signs of life."""
 
@@ -63,24 +80,33 @@ class Watchdog:
     lost_s: float = 30.0
     """No process is lost before this."""
     interval_s: float = 1.0
-    """How often ``look`` is called. If it comes much later, this process stood still itself, and nobody is blamed."""
+    """How often ``look`` is called."""
     _asked: dict[str, dict[str, _Asked]] = field(default_factory=dict[str, dict[str, _Asked]])
     _moved: dict[str, float] = field(default_factory=dict[str, float])
     _slowest: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
     """By process and kind of work: seconds of silence for each unit of size."""
     _named: set[str] = field(default_factory=set[str])
     """Those that were found late and have not moved since."""
-    _looked: float | None = None
+    _looks: Looks = field(init=False)
 
-    def asked(self, name: str, kind: str, what: str, now: float, size: float = 1.0) -> None:
-        """Something more to do. Work of one kind adds up until it is done."""
+    def __post_init__(self) -> None:
+        self._looks = Looks(self.interval_s)
+
+    def asked(self, name: str, kind: str, what: str, now: float, size: float = 1.0, begun: bool = True) -> None:
+        """Something more to do. Work of one kind adds up until it is done. ``begun``: False if the process says when it
+        begins with it."""
         works = self._asked.setdefault(name, {})
         if not works:
             self._moved[name] = now
         if (before := works.get(kind)) is not None:
             before.what, before.size = what, before.size + size
         else:
-            works[kind] = _Asked(what, size)
+            works[kind] = _Asked(what, size, begun)
+
+    def begun(self, name: str, kind: str) -> None:
+        """The process is at work of this kind now."""
+        if (asked := self._asked.get(name, {}).get(kind)) is not None:
+            asked.begun = True
 
     def normal(self, name: str, kind: str, silence_s: float) -> None:
         """How long this normally goes without a word, known from elsewhere."""
@@ -115,18 +141,17 @@ class Watchdog:
 
     def look(self, now: float) -> list[Standstill]:
         """Everybody who has work and has not moved for longer than is normal."""
-        if self._looked is not None and now - self._looked > 3 * self.interval_s:
-            stood_still = now - self._looked - self.interval_s
+        if stood_still := self._looks.stood_still(now):
             self._moved = {name: min(now, at + stood_still) for name, at in self._moved.items()}
-        self._looked = now
         found: list[Standstill] = []
         for name, works in self._asked.items():
             seconds = now - self._moved[name]
             if not works or seconds < LATE_S:
                 continue
-            paces = [self._slowest.get((name, kind)) for kind in works]
-            normal = sum(pace * asked.size for pace, asked in zip(paces, works.values(), strict=True) if pace)
-            first = None in paces
+            paces = {kind: self._slowest.get((name, kind)) for kind in works}
+            normal = sum(pace * works[kind].size for kind, pace in paces.items() if pace)
+            begun = [kind for kind in works if works[kind].begun] or works
+            first = any(paces[kind] is None for kind in begun)
             if seconds >= max(LATE_S, LATE * normal, FIRST_S if first else 0.0):
                 what = ", ".join(asked.what for asked in works.values())
                 limit = max(self.lost_s, LOST * normal, FIRST_LOST_S if first else 0.0)

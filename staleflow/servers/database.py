@@ -32,8 +32,9 @@ class DamagedError(JournalError):
 
 
 def read_only(path: Path) -> sqlite3.Connection:
-    """A database that somebody else writes. Its path may have any characters: those of an address are escaped."""
-    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
+    """A database that somebody else writes. Its path may have any characters: those of an address are escaped. Threads
+    may pass the connection on."""
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0, check_same_thread=False)
 
 
 def torn_bytes(path: Path) -> int:

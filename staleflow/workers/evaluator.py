@@ -97,7 +97,8 @@ class Evaluator:
         yield self._evaluate(self._weights)
 
     def _evaluate(self, source: WeightSource) -> Evaluated:
-        """A version and its mean reward on the problems. What cannot be scored is left out, and counted."""
+        """A version and its mean reward on the problems. What cannot be scored is left out, and counted; if that is
+        more than half, nothing is known of the version: it is not the best, and ends no run."""
         began = time.perf_counter()
         version = self._engine.pull(source, 0)
         if self._played is not None:
@@ -106,7 +107,7 @@ class Evaluator:
             assert self._judge is not None
             answer = partial(respond, self._engine)
             scored, failures = judged(answer, self._problems, self._samples, self._sampling, self._judge, self._moved)
-        found = figures(scored, self._names)
+        found = figures(scored, self._names) if len(scored) >= len(failures) else {}
         evaluated = Evaluated(
             version,
             found.get(REWARD),

@@ -97,4 +97,6 @@ class Played:
                 episodes.end(name)
         scored = [(asked[name], Judgement(each.reward)) for name, each in ended.items() if each.reward is not None]
         failures = [each.why for each in ended.values() if each.reward is None]
-        return scored, failures + ["not played after many failures"] * (len(asked) - len(ended))
+        if left := len(asked) - len(ended):
+            failures += [f"not played after {IN_A_ROW} failures, last: {failures[-1]}"] * left
+        return scored, failures

@@ -17,7 +17,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staleflow.rollout.options import ENGINES
+from staleflow.rollout.making import make_engine
 from staleflow.servers.weights import NoStoreError, standby_of
 from staleflow.types import Ready, Setup
 from staleflow.workers.link import Link, Signs
@@ -120,8 +120,9 @@ def _then_close(weights: LazyWeights | MirroredWeights, serve: Callable[[], None
 
 
 def _engine(setup: Setup, config: Config) -> Engine:
-    make = ENGINES.load(config.rollout.engine)
-    return make(setup.model, config.engine_options(), **config.rollout.engine_arguments)
+    rollout = config.rollout
+    again = setup.incarnation > 1
+    return make_engine(rollout.engine, setup.model, config.engine_options(), rollout.engine_arguments, again)
 
 
 def _trainer(setup: Setup, link: Link) -> Any:

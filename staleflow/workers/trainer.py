@@ -194,6 +194,7 @@ class TrainerWorker:
         the run left under the same name is replaced. If it cannot be written (a full disk), the trainer continues."""
         why = ""
         if not folder.is_dir() or any(content != _content(folder / name) for name, content in also.items()):
+            self._send(Moved(self._said, saves=True))
             try:
                 self._write(self.trainer, folder, base=self._base, also=also, replace=True)
             except (OSError, SafetensorError) as error:

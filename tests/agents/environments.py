@@ -28,6 +28,12 @@ async def behave(task: Problem, model: Model, limits: Limits, bonus: float = 0.0
             os._exit(3)
         case "exit":
             sys.exit(4)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "base":
+            raise BaseException("nobody catches this")
+        case "no text":
+            return scored(1.0, {"\ud800": 1.0})
         case "exception":
             raise KeyError("no such\nthing")
         case "outside":

@@ -205,6 +205,24 @@ def test_a_worker_that_is_killed_takes_only_its_episodes(tmp_path: Path) -> None
     run(main())
 
 
+def test_a_worker_whose_death_is_not_told_yet_gets_no_episode(tmp_path: Path) -> None:
+    """Else whatever begins meanwhile loses its first worker to a death that was over, and each write is a warning."""
+
+    async def main() -> None:
+        file = tmp_path / "pid"
+        async with Desk() as desk:
+            desk.play("cannot be cancelled", "a", file=str(file))
+            await until(lambda: file.exists() and file.read_text() != "")
+            (player,) = desk.pool._players  # pyright: ignore[reportPrivateUsage]
+            os.kill(int(file.read_text()), signal.SIGKILL)
+            player._reader.feed_eof()  # pyright: ignore[reportPrivateUsage]
+            desk.play("fine", "next")
+            assert (await desk.all(2))["next"].kind == "scored"
+            assert not desk.again
+
+    run(main())
+
+
 def test_a_cancelled_episode_that_continues_costs_its_worker(tmp_path: Path) -> None:
     async def main() -> None:
         file = tmp_path / "pid"
@@ -263,6 +281,9 @@ def test_a_new_attempt_takes_the_place_of_the_one_before() -> None:
     [
         ("exception", {}, "KeyError: 'no such\\nthing'"),
         ("exit", {}, "SystemExit: 4"),
+        ("interrupt", {}, "KeyboardInterrupt"),
+        ("base", {}, "BaseException: nobody catches this"),
+        ("no text", {}, "its outcome cannot be sent (UnicodeEncodeError"),
         ("failed", {}, "the sandbox is away"),
         ("odd", {"odd": None}, "is None, a NoneType: return a number"),
         ("odd", {"odd": "1"}, "a str: return a number"),

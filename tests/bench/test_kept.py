@@ -80,3 +80,27 @@ def test_a_file_that_another_bench_should_have_written_is_named(capsys: pytest.C
     with pytest.raises(SystemExit):
         presets.main(["--smoke", "--cells", "nowhere.json"])
     assert "argument --cells: nowhere.json: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "why"),
+    [
+        ("agents.py", ["--bounds", "x"], "'x': give a whole number that is 0 or more, with commas between several"),
+        ("agents.py", ["--bounds", "2,-1"], "'-1': give a whole number that is 0 or more"),
+        ("agents.py", ["--seeds", "0"], "'0': give a whole number that is 1 or more"),
+        ("agents_policies.py", ["--tool-s", "nan"], "'nan': give a number that is 0 or more"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_one_line_and_not_a_traceback(script: str, words: list[str], why: str) -> None:
+    command = [sys.executable, str(ROOT / "bench" / script), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_results_that_cannot_be_written_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        kept.write(Path("/dev/full"), {})
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("/dev/full cannot be written (OSError: [Errno 28]")

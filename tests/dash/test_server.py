@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import socket
@@ -19,6 +20,7 @@ import pytest
 
 from staleflow.config import load
 from staleflow.config.presets import PAPER
+from staleflow.dash import server
 from staleflow.dash.run_view import RunView
 from staleflow.dash.server import Dash
 from staleflow.run.directory import RunDirectory
@@ -139,6 +141,60 @@ def test_who_goes_away_before_asking_is_no_traceback(dash: Dash, capfd: pytest.C
         line.close()
     ask(dash, "/api/runs")
     assert capfd.readouterr().err == ""
+
+
+def connected(dash: Dash) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", dash.port), timeout=20)
+
+
+def test_more_connections_than_the_page_can_bear_are_hung_up_on(tmp_path: Path) -> None:
+    """It spun without a file left to open, and could not read the run any more either."""
+    directory, _ = recorded(tmp_path / "run", seed=1)
+    with served(directory) as dash, ExitStack() as stack:
+        dash._http.most = 3  # pyright: ignore[reportPrivateUsage]
+        for _ in range(3):
+            stack.enter_context(connected(dash))
+        assert stack.enter_context(connected(dash)).recv(1) == b""
+
+
+def test_a_request_that_comes_byte_by_byte_does_not_keep_its_connection_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = recorded(tmp_path / "run", seed=1)
+    with served(directory) as dash, connected(dash) as slow:
+        monkeypatch.setattr(server, "TIMEOUT_S", 0.0)
+        slow.sendall(b"GET /api/n")
+        assert slow.recv(1) == b""
+
+
+def test_a_page_that_could_not_open_a_file_follows_the_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = recorded(tmp_path / "run", seed=1)
+    again, looks = threading.Event(), 0
+
+    def follow(_: RunView) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        again.set()
+        return False
+
+    with Dash([RunView(0, directory, load(PAPER, ["steps=3"]))]) as dash:
+        monkeypatch.setattr(RunView, "follow", follow)
+        dash.looked_at = float("inf")
+        threading.Thread(target=dash.serve, daemon=True).start()
+        assert again.wait(20)
+        dash.stop()
+
+
+def test_who_asks_one_after_the_other_opens_the_index_once(dash: Dash) -> None:
+    """Each thread had a connection of its own, whose files SQLite kept open as long as there was another."""
+    before = len(dash.views[0].index._readers)  # pyright: ignore[reportPrivateUsage]
+    for _ in range(3):
+        ask(dash, "/api/trajectories?run=0")
+    assert len(dash.views[0].index._readers) <= max(1, before)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_one_trajectory_can_be_followed_from_its_prompt_to_its_step(dash: Dash) -> None:

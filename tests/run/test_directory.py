@@ -11,7 +11,7 @@ import pytest
 
 from staleflow.cli import main
 from staleflow.config import load
-from staleflow.errors import RunError
+from staleflow.errors import ConfigError, RunError
 from staleflow.run.directory import RunDirectory
 from tests.refusals import refused, refused_command
 
@@ -94,6 +94,20 @@ def test_a_directory_that_cannot_be_written_is_one_line(run: RunDirectory) -> No
     (run.path / "lock").mkdir()
     with pytest.raises(RunError, match="cannot be written"), run.owned():
         pass
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("a\x1b[2Jb", r"a\\x1b\[2Jb' has characters that cannot be printed"),
+        ("/".join(["long"] * 100), "is too long: give a folder of at most 400 by runs="),
+    ],
+)
+def test_a_folder_that_cannot_be_printed_or_opened_gets_no_run(tmp_path: Path, name: str, why: str) -> None:
+    """The line that names the run could not be copied, or the terminal obeyed it."""
+    with pytest.raises(ConfigError, match=why):
+        RunDirectory.create(load(None, [f"runs={tmp_path / name}"]), "x")
+    assert not list(tmp_path.iterdir())
 
 
 def test_nobody_else_can_read_a_run(run: RunDirectory) -> None:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from staleflow.coordinator.decide import Decision
 from staleflow.runtime.control import StalledError
+from staleflow.simulate.clock import VirtualLoop
 from staleflow.types import Failed, TrajectoryNews
 from tests.runtime.fakes import FakeInstance, World, on_virtual_time, virtual
 from tests.servers.small_server import state_of
@@ -109,6 +110,26 @@ async def test_an_instance_that_is_known_to_be_dead_gets_no_work_for_what_it_sai
     dead.silent_since = None
     await asyncio.sleep(50)
     assert world.control.members["i0"].alive, "it was not dead after all"
+
+
+@virtual
+async def test_a_run_that_is_stopped_and_continued_as_a_whole_takes_no_instance_for_dead() -> None:
+    """Every instance had been silent for as long: each lost all that it held, and had no work until the next look."""
+    world = World()
+    await world.begin()
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    instance = world.instances["i0"]
+    instance.silent_since = loop.time()
+    loop.jump(1000.0)
+    await asyncio.sleep(1)
+    assert world.control.members["i0"].alive
+    instance.silent_since = None
+    await asyncio.sleep(100)
+    assert "lost" not in [event[0] for event in world.journal.events]
+    instance.silent_since = loop.time()
+    await asyncio.sleep(100)
+    assert not world.control.members["i0"].alive, "now it is silent, and nobody else is"
 
 
 @virtual

@@ -136,3 +136,17 @@ def test_what_is_known_from_elsewhere_counts_from_the_first_time() -> None:
     watchdog.asked("trainer", "return", "its return", 0.0)
     lost = (at for at in range(1, 100) if any(each.lost for each in watchdog.look(float(at))))
     assert next(lost) == 80
+
+
+def test_a_first_save_that_waits_behind_other_work_does_not_give_that_ten_minutes() -> None:
+    watchdog = Watchdog(lost_s=30.0)
+    trained(watchdog, 0.5)
+    watchdog.asked("trainer", "train", "step 1", 1.0, 100.0)
+    watchdog.asked("trainer", "save", "checkpoint 1", 1.5, begun=False)
+    assert "trainer lost" in looks(watchdog, 2.0, 32.0), "it has not come to the checkpoint"
+    watchdog.forget("trainer")
+    watchdog.asked("trainer", "train", "step 1", 41.0, 100.0)
+    watchdog.asked("trainer", "save", "checkpoint 1", 41.0, begun=False)
+    watchdog.begun("trainer", "save")
+    assert "trainer lost" not in looks(watchdog, 42.0, 41.0 + FIRST_LOST_S - 1), "nobody knows how long it takes"
+    assert "trainer lost" in looks(watchdog, 41.0 + FIRST_LOST_S, 42.0 + FIRST_LOST_S)

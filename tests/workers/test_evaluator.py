@@ -114,6 +114,25 @@ def test_responses_that_cannot_be_scored_are_counted_and_are_no_zeros(folder: Pa
     assert (none.accuracy, none.failed) == (None, 6)
 
 
+def test_a_version_that_could_hardly_be_scored_is_not_the_best_and_does_not_reach_the_goal(folder: Path) -> None:
+    """An environment that was away for all problems but one made 100 % of the first version."""
+
+    def only_one(problem: Problem, _: Response) -> float:
+        if problem.facts["at"]:
+            raise RuntimeError("away")
+        return 1.0
+
+    class Asked(Best):
+        def offer(self, evaluated: Evaluated, weights: Any) -> str:  # noqa: ARG002
+            assert not evaluated.figures
+            return ""
+
+    under_test = evaluator(folder, Store(), only_one)
+    under_test._best = Asked(folder / "best", folder, "reward")  # pyright: ignore[reportPrivateUsage]
+    one = next(under_test.evaluate())
+    assert (one.accuracy, one.failed, one.figures) == (None, 5, {})
+
+
 def test_several_responses_to_a_problem_give_pass_at_k(folder: Path) -> None:
     engine = TorchEngine(folder, EngineOptions(kv_tokens=256, max_running=8, threads=1), version=-1)
     judge = in_process(lambda _, response: float(sum(response.tokens) % 2))

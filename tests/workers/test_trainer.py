@@ -270,6 +270,14 @@ def test_the_facts_of_a_step_that_nobody_heard_are_told_again_by_a_trainer_that_
     found.close()
 
 
+def test_a_trainer_that_comes_to_a_checkpoint_says_so_first(base: Any, tmp_path: Path) -> None:
+    """Before that it is held to what its other work takes, and not to what the first checkpoint may."""
+    said: list[Any] = []
+    worker = TrainerWorker(Desk(base).trainer, Desk(base), said.append, save=lambda *_, **__: said.append("writes"))
+    worker.handle([Save(str(tmp_path / "a"), {})])
+    assert said[:2] == [Moved(0, saves=True), "writes"]
+
+
 def test_one_that_has_nothing_left_to_do_says_so_once(base: Any) -> None:
     desk = Desk(base)
     said: list[Any] = []

@@ -97,14 +97,16 @@ class Hearing:
                 if not message.why:
                     run.server.forget(message.version)
                 run.saving.heard(message)
-            case Moved(handled=handled, why=why):
+            case Moved(handled=handled, why=why, saves=saves):
+                if saves:
+                    run.watchdog.begun(child.name, "save")
                 if why:
                     run.incidents.rarely("trainer", f"paused: {why}: make room", run.loop.time())
                 if run.trainer.has_done(handled):
                     self._trainer_did("feed")
 
     def trainer_asked(self, kind: str, what: str, size: float) -> None:
-        self._run.watchdog.asked("trainer", kind, what, self._run.loop.time(), size)
+        self._run.watchdog.asked("trainer", kind, what, self._run.loop.time(), size, begun=kind != "save")
 
     def _trainer_did(self, *kinds: str) -> None:
         for kind in kinds:

@@ -16,6 +16,7 @@ from staleflow.run.fleet import FleetLog, moment_of
 from staleflow.runtime.control import StalledError
 from staleflow.runtime.local.process import Child
 from staleflow.runtime.local.status import status_of
+from staleflow.runtime.watchdog import Looks
 
 if TYPE_CHECKING:
     from staleflow.runtime.local.run import LocalRun
@@ -39,6 +40,7 @@ class Watching:
         self._sign: tuple[float, ...] = ()
         """How far the run was when it last moved."""
         self._moved_at = 0.0
+        self._looks = Looks(run.watchdog.interval_s)
         self._paused = False
 
     def death(self, child: Child, how: str, pause_s: float | None) -> None:
@@ -116,6 +118,7 @@ class Watching:
         others = self._paused or run.pool.pending or run.watchdog.busy("trainer")  # who have limits of their own
         if sign != self._sign or others or not run.training:
             self._sign, self._moved_at = sign, now
+        self._moved_at = min(now, self._moved_at + self._looks.stood_still(now))
         quiet_s = now - self._moved_at
         if quiet_s >= QUIET_S:
             why = f"nothing has moved for {quiet_s:.0f} s; waits for {run.control.watch.waits_for()}"
