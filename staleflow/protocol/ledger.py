@@ -63,6 +63,8 @@ class StalenessLedger:
         """All live groups; those that are not leased are in the schedule too."""
         self._leased: list[LiveGroup] = []
         self._order = 0
+        self._moves = 0
+        """How often a deadline was changed, since this was made."""
         self._committed = 0
         self._released: dict[str, int] = {}
 
@@ -202,9 +204,11 @@ class StalenessLedger:
         return _names(sorted(chain.from_iterable(due), key=_by_order))
 
     def blocked(self) -> tuple[int, object]:
-        """How many groups ``blocking`` would name, and a mark: while it stays the same, none has joined them."""
+        """How many groups ``blocking`` would name, and a mark: while it stays the same, none has joined them, and none
+        has left them that could come back."""
         schedule, due = self._schedule, self._schedule.blocked()
-        return sum(map(len, schedule.in_flight[:due])), (schedule.frontier, due, sum(schedule.joined[:due]))
+        mark = schedule.frontier, due, sum(schedule.joined[:due]), self._moves
+        return sum(map(len, schedule.in_flight[:due])), mark
 
     def view(self) -> list[StepView]:
         """The paper's buffers: every live group laid out into the steps from ``frontier`` on."""
@@ -300,6 +304,7 @@ class StalenessLedger:
         self._schedule.remove(entry)
         entry.deadline = deadline
         self._schedule.add(entry)
+        self._moves += 1
 
     def _lease(self, count: int) -> list[str]:
         entries = self._schedule.lease(count)
