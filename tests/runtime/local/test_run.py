@@ -18,6 +18,7 @@ from staleflow.run.checkpoints import newest, wrong_with
 from staleflow.run.decisions import read_decisions
 from staleflow.run.directory import RunDirectory
 from staleflow.run.signals import RECENT
+from staleflow.runtime.control import ControlPlane
 from staleflow.runtime.local.patience import run_patiently
 from staleflow.runtime.local.run import CYCLE_S, LocalRun, RunError
 from staleflow.servers.durable import DurableJournal
@@ -125,21 +126,24 @@ def test_bound_0_equals_the_plain_synchronous_loop_also_across_a_resume(model: P
 
 
 @pytest.mark.slow
-def test_a_report_that_cannot_be_true_and_a_filter_that_keeps_nothing_are_told(model: Path, tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_true_and_a_filter_that_keeps_nothing_are_told(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
     lied: list[str] = []
+    hear = ControlPlane.on_report
 
-    def lie(run: LocalRun) -> None:
-        running = [each for each in run.server if each.state == "running" and each.instance in run.control.members]
-        if run.training and running and not lied:
-            name, instance, epoch = running[0].name, str(running[0].instance), running[0].epoch
-            lied.append(name)
-            heard = run.instances[instance].heard()
-            news = [TrajectoryNews(name, epoch, ((99, 3),))]
-            run.control.on_report(Report(instance, heard.incarnation, heard.applied, heard.state, finished=news))
+    def lie(control: ControlPlane, report: Report) -> None:
+        hear(control, report)
+        running = [each for each in control.server if each.state == "running" and each.instance == report.instance]
+        if running and not lied:
+            lied.append(running[0].name)
+            news = [TrajectoryNews(running[0].name, running[0].epoch, ((99, 3),))]
+            hear(control, Report(report.instance, report.incarnation, report.applied, report.state, finished=news))
 
+    monkeypatch.setattr(ControlPlane, "on_report", lie)
     late = ["filter=tests.runtime.local.rewards:later_ones", f"filter_arguments.first={(RECENT + 1) * GROUPS}"]
-    summary, _ = run_once(configured(model, tmp_path, "steps=3", *late), model, watch=lie, tell=told.append)
+    summary, _ = run_once(configured(model, tmp_path, "steps=3", *late), model, tell=told.append)
     assert (summary["steps"], summary["failures"]) == (3, {"instance": {"bad reports": 1}})
     assert any(f"bad reports: trajectory {lied[0]} has tokens of version 99" in line for line in told)
     assert sum("has replaced the last 20 groups, all of them (early)" in line for line in told) == 1
