@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from staleflow.training.pieces import SPARE, Pieces
+from staleflow.training.pieces import Pieces
 
 PROGRAMS = 264
 """Of a sum over rows: enough to keep a large GPU busy, few enough that their parts are summed in no time."""
@@ -271,10 +271,8 @@ def attend_backward(
     )
     if (context := pieces.context) is None:
         return d_query, d_key, d_value
-    rows = qkv_LND.shape[0]
-    zeros = d_key.new_zeros(rows + SPARE, *d_key.shape[1:], dtype=torch.float32)
-    d_key, d_value = (zeros.index_add(0, context.back_K, each.float())[:rows] for each in (d_key, d_value))
-    return d_query, d_key, d_value
+    tokens = qkv_LND.shape[0]
+    return d_query, context.back(d_key, tokens), context.back(d_value, tokens)
 
 
 def _seen(qkv_LND: Tensor, queries: int, pieces: Pieces) -> tuple[Tensor, ...]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from staleflow.types import Row
@@ -139,6 +140,12 @@ class Context(NamedTuple):
     """Where in K those of each piece begin, and the end of the last, in 32 bits."""
     longest: int
     """Most keys of a piece."""
+
+    def back(self, gradient_K: Tensor, tokens: int) -> Tensor:
+        """The gradient of keys or values, by the tokens of the pass that they are of: summed in float32 at least."""
+        kind = torch.promote_types(gradient_K.dtype, torch.float32)
+        zeros = gradient_K.new_zeros(tokens + SPARE, *gradient_K.shape[1:], dtype=kind)
+        return zeros.index_add(0, self.back_K, gradient_K.to(kind))[:tokens]
 
 
 class Pieces(NamedTuple):

@@ -34,6 +34,7 @@ def test_the_parts_accept_what_the_configuration_accepts(given: dict[str, Any]) 
     assert (options.max_staleness, options.temperature) == (config.staleness, config.rollout.temperature)
     assert options.to(Training) == config.training
     assert config.engine_options().to(Rollout).kv_tokens == config.rollout.kv_tokens
+    assert config.engine_options().longest == config.longest_prompt + config.longest_response
     assert config.sampling((1,)) == config.rollout.to(Sampling, stop_tokens=(1,))
     assert config.evaluation_sampling((1,)).temperature == config.evaluation.temperature
     assert config.evaluation_sampling((1,)).max_tokens == config.rollout.max_tokens

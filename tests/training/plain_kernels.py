@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from staleflow.training.pieces import SPARE, Pieces
+from staleflow.training.pieces import Pieces
 
 PROGRAMS = 3
 
@@ -97,11 +97,9 @@ def attend_backward(d_out: Tensor, qkv: Tensor, out: Tensor, _: Any, pieces: Pie
         found = torch.autograd.grad(again, leaves, d_out)
     d_query, *rest = (each.transpose(0, 1).contiguous() for each in found)
     if (context := pieces.context) is not None:
-        rows, end = len(qkv), int(context.starts_N[-1])
         for each in rest:
-            each[end:] = torch.nan
-        blank = rest[0].new_zeros(rows + SPARE, *rest[0].shape[1:])
-        rest = [blank.index_add(0, context.back_K, each)[:rows] for each in rest]
+            each[int(context.starts_N[-1]) :] = torch.nan
+        rest = [context.back(each, len(qkv)) for each in rest]
     return d_query, *rest
 
 

@@ -15,8 +15,8 @@ from staleflow.training import recorded as recorded_module
 from staleflow.training.decoder import Decoder
 from staleflow.training.micro_batches import MicroBatch, forward, micro_batches
 from staleflow.training.recorded import Recordings, Room, blank, fill, starts
-from staleflow.training.rehearsal import _alike
-from staleflow.training.trainer import Trainer, TrainerOptions
+from staleflow.training.rehearsal import rehearse
+from staleflow.training.trainer import GroupRows, Trainer, TrainerOptions
 from tests.training.batches import quick
 from tests.training.test_decoder import NEAR, by_hand, gradients, micro_batch_on_gpu, model_of, objective
 from tests.training.test_pieces import Shape, groups_of, rows_of
@@ -85,10 +85,23 @@ def test_what_two_recordings_hold_is_cut_for_them_and_what_is_more_is_not(groups
     assert len(done) == passes
 
 
-def test_rehearsed_rows_that_share_their_prompts_have_the_room_that_they_are_to_fill() -> None:
-    for tokens in (512, 1024, 2048, 4096):
-        rows = [row for group in _alike(tokens, 0) for row in group]
-        assert Room.of(next(micro_batches(rows, 10**9, share=True)).pieces) == (tokens, 256, 4 * tokens, 256)
+@pytest.mark.parametrize("share", [False, True])
+def test_recordings_are_rehearsed_with_shared_prompts_where_they_are_shared(
+    share: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Trainer(model_of("llama", tied=False), TrainerOptions(0, share_prompts=share))
+    rooms = set[Room]()
+
+    def feed(_: int, groups: list[GroupRows]) -> None:
+        rows = [row for group in groups for row in group]
+        rooms.add(Room.of(next(micro_batches(rows, 10**9, share=True)).pieces))
+
+    monkeypatch.setattr(made, "feed", feed)
+    monkeypatch.setattr(made, "flush", lambda: None)
+    rehearse(made)
+    sizes = (512, 1024, 2048, 4096)
+    assert {Room(tokens, 256) for tokens in sizes} < rooms
+    assert {room for room in rooms if room.keys} == {Room(each, 256, 4 * each, 256) for each in sizes if share}
 
 
 def test_passes_that_cannot_be_recorded_where_prompts_are_shared_go_on_without_it(
