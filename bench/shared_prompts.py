@@ -13,6 +13,7 @@ of the rows' tokens that is left. Responses are lognormal with the given mean an
 from __future__ import annotations
 
 import argparse
+import gc
 import platform
 import statistics
 import sys
@@ -85,6 +86,7 @@ def memory_of(device: str, most: bool = False) -> float:
 
 
 def measured(case: Case, device: str, repeats: int) -> dict[str, Any]:
+    gc.collect()  # trainers are in cycles, and those of the case before still have the GPU's memory
     times: dict[bool, list[float]] = {False: [], True: []}
     memory: dict[bool, float] = {}
     common: dict[str, Any] = {"learning_rate": 1e-6, "micro_tokens": case.micro_tokens}

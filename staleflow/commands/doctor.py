@@ -164,9 +164,9 @@ def _narrow(machine: Machine, limits: dict[str, Any], runs: Path) -> Iterator[Fi
         yield Finding(True, f"{place} is not a folder", "give another folder by runs=...")
     elif not os.access(place, os.W_OK):
         yield Finding(True, f"{runs} cannot be written", "make it writable, or give another folder by runs=...")
-    if machine.gpus and _mps():
-        fix = "leave CUDA_MPS_ACTIVE_THREAD_PERCENTAGE unset: with most shares matrix products were wrong on an H200"
-        yield Finding(False, "CUDA's Multi-Process Service runs here, which is not tested", fix)
+    if machine.gpus and _mps() and (share := os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")) != "100":
+        what = f"CUDA's Multi-Process Service gives a process {share} % of a GPU: matrix products can be wrong then"
+        yield Finding(False, what, "unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     if not sys.platform.startswith("linux"):
         what = f"{platform.system()} is not tested, and runs do not take over in place after a crash there"
         yield Finding(False, what, "use Linux where that matters")

@@ -55,7 +55,7 @@ def test_what_is_missing_is_named_with_its_fix(
     assert told.endswith("nothing can be trained here yet\n")
 
 
-def test_a_service_that_shares_gpus_is_named_where_there_are_some(
+def test_a_share_of_the_multiprocessors_is_named_where_it_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
@@ -65,8 +65,12 @@ def test_a_service_that_shares_gpus_is_named_where_there_are_some(
         main(["doctor", "--runs", str(tmp_path)])
         return capsys.readouterr().out
 
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "36")
     assert "Multi-Process Service" not in told()
     (tmp_path / "control").touch()
-    assert "note: CUDA's Multi-Process Service runs here, which is not tested: leave" in told()
+    assert "note: CUDA's Multi-Process Service gives a process 36 % of a GPU: matrix products can be wrong then" in told()
+    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+    assert "Multi-Process Service" not in told()
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "36")
     monkeypatch.setattr(doctor, "this_machine", lambda: Machine(2, 64 << 30, (), 32 << 30))
     assert "Multi-Process Service" not in told()

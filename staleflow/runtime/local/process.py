@@ -35,6 +35,9 @@ LAST_WORDS_S = 0.5
 """How long after its end a process may still be heard: what it said last is read first."""
 POLL_S = 0.25
 """How often to look where the kernel does not tell of an end."""
+BEHIND = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
+"""For a trainer: where processes compute on a GPU at the same time, by CUDA's Multi-Process Service, it is the kernels of
+instances that go first. They are short, and a trainer's are many."""
 
 
 def spawn(path: Path, setup: Setup, log: Path, **environment: str) -> subprocess.Popen[bytes]:
@@ -53,7 +56,7 @@ def spawn(path: Path, setup: Setup, log: Path, **environment: str) -> subprocess
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env=os.environ | environment,
+            env=(BEHIND if setup.role == "trainer" else {}) | os.environ | environment,
             start_new_session=True,  # Ctrl-C is for the control plane alone
         )
 
