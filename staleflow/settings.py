@@ -111,6 +111,11 @@ Share = Annotated[float, Range(0, 1)]
 Device = Annotated[str, Form(r"cpu|cuda(?::\d+)?", "give cpu, cuda or cuda:0")]
 
 
+def numbered(device: str) -> str:
+    """A GPU by its number: ``cuda`` is the first one."""
+    return "cuda:0" if device == "cuda" else device
+
+
 class Section:
     """A group of settings that validates itself."""
 

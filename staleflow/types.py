@@ -408,6 +408,8 @@ class Feed(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
     step: int
     groups: list[list[Row]]
+    missing: int = 0
+    """How many groups of the step are still to come."""
 
 
 class Finish(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -18,6 +18,7 @@ from staleflow.config.machine import Machine, this_machine
 from staleflow.config.schema import Config
 from staleflow.config.sizes import Sizes, sizes_of
 from staleflow.config.text import render_flow
+from staleflow.settings import numbered
 
 BYTES = {"float32": 4, "bfloat16": 2}
 PROCESS = 280 * 2**20
@@ -74,7 +75,7 @@ class Estimate:
     @property
     def instance(self) -> int:
         """Bytes of one rollout instance on its device."""
-        device = _device(self.config.rollout.device)
+        device = numbered(self.config.rollout.device)
         return sum(part.bytes for part in self.parts if part.role == "instance" and part.device == device)
 
     def of(self, *roles: str) -> int:
@@ -98,11 +99,11 @@ class Estimate:
             )
         for device in self.devices:
             has = self._has(device)
-            if has is None and device in _trainer_devices(self.config)[1:]:
+            if has is None and device in self.config.training.devices[1:]:
                 ranks = self.config.training.ranks
                 return f"training.ranks={ranks} needs {device}, but nvidia-smi finds no such GPU here: give fewer ranks"
             if has is None:
-                setting = "rollout.device" if device == _device(self.config.rollout.device) else "training.device"
+                setting = "rollout.device" if device == numbered(self.config.rollout.device) else "training.device"
                 return f"{setting}={device}, but nvidia-smi finds no such GPU here: give {setting}=cpu"
             if self.needed(device) > has:
                 return self._too_much(device, has)
@@ -135,7 +136,7 @@ class Estimate:
     def _too_much(self, device: str, has: int) -> str:
         need, instances = self.needed(device), self.config.rollout.instances
         said = f"the run needs {gigabytes(need)} on {device}, which has {gigabytes(has)} free"
-        if device == _device(self.config.rollout.device):
+        if device == numbered(self.config.rollout.device):
             fitting = (has - (need - instances * self.instance)) // self.instance
             if fitting >= 1:
                 return f"{said}: give rollout.instances={fitting} instead of {instances}, or a lower rollout.kv_tokens"
@@ -261,7 +262,7 @@ def _group(config: Config) -> int:
 
 
 def _rollout(config: Config, sizes: Sizes) -> list[MemoryUse]:
-    rollout, device = config.rollout, _device(config.rollout.device)
+    rollout, device = config.rollout, numbered(config.rollout.device)
     item, count = BYTES[rollout.dtype], rollout.instances
     weights, kv = sizes.parameters * item, rollout.kv_tokens * sizes.kv_bytes(item)
     parts: list[MemoryUse] = []
@@ -277,7 +278,7 @@ def _trainer(config: Config, sizes: Sizes) -> list[MemoryUse]:
     """On several GPUs each rank has its share of the state; on the CPU the shares add up to the whole."""
     training, every = config.training, sizes.parameters
     trained = sizes.adapters(training.lora_rank, training.lora_targets) if training.lora_rank else every
-    ranks, devices = training.ranks, _trainer_devices(config)
+    ranks, devices = training.ranks, training.devices
     activations = sizes.activation_bytes(training.activation_checkpointing, devices[0] != "cpu")
     reference = 4 * every if training.kl_coefficient and not training.lora_rank else 0
     weights = 4 * (every + (trained if training.lora_rank else 0))
@@ -311,15 +312,6 @@ def _trainer(config: Config, sizes: Sizes) -> list[MemoryUse]:
     return parts
 
 
-def _trainer_devices(config: Config) -> list[str]:
-    """The GPU of each rank, or the CPU."""
-    first = _device(config.training.device)
-    if first == "cpu":
-        return [first]
-    number = int(first.partition(":")[2])
-    return [f"cuda:{number + rank}" for rank in range(config.training.ranks)]
-
-
 def _rest(config: Config, sizes: Sizes, limit: int) -> list[MemoryUse]:
     groups = (config.staleness + 1) * (config.groups + config.redundancy)
     adapters = sizes.adapters(config.training.lora_rank, config.training.lora_targets)
@@ -341,10 +333,6 @@ def _process(role: str, device: str, count: int) -> list[MemoryUse]:
     if device != "cpu":
         parts.append(MemoryUse(role, "CUDA, about", CONTEXT, device, count))
     return parts
-
-
-def _device(name: str) -> str:
-    return "cuda:0" if name == "cuda" else name
 
 
 def gigabytes(size: int) -> str:

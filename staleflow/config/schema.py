@@ -22,7 +22,7 @@ from staleflow.coordinator.strategies import Strategies
 from staleflow.reward.options import Reward
 from staleflow.rollout.options import Drawing, EngineOptions, Rollout, Sampling
 from staleflow.servers.filters import FILTERS
-from staleflow.settings import Amount, Count, Form, Positive, Range, Section, Whole, several, short_name
+from staleflow.settings import Amount, Count, Form, Positive, Range, Section, Whole, numbered, several, short_name
 from staleflow.tasks.options import ADDER, Data
 from staleflow.training.options import TrainerOptions, Training
 
@@ -172,6 +172,12 @@ class Config(Section):
         """Tokens that can follow a prompt: those made, and those given by an environment."""
         return self.rollout.max_tokens + (self.environment.max_given if self.environment.play else 0)
 
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether the trainer computes on a GPU on which instances do, too. On Ray each has its own."""
+        device = numbered(self.rollout.device)
+        return self.runtime == "local" and device != "cpu" and device in self.training.devices
+
     def contradictions(self) -> Iterator[str]:
         if self.redundancy >= self.groups:
             yield (
@@ -205,6 +211,7 @@ class Config(Section):
             temperature=self.rollout.temperature,
             max_tokens=self.rollout.max_tokens,
             total_steps=self.steps,
+            shares_gpu=self.shares_gpu,
         )
 
     def engine_options(self) -> EngineOptions:

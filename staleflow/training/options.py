@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from staleflow.registry import Entry, Registry
-from staleflow.settings import Amount, Count, Device, Positive, Range, Section, Share, Whole
+from staleflow.settings import Amount, Count, Device, Positive, Range, Section, Share, Whole, numbered
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The matrices of a layer, as Llama, Mistral and Qwen name them."""
@@ -164,6 +164,14 @@ class Training(Section):
     ``training.device`` on."""
 
     @property
+    def devices(self) -> list[str]:
+        """The GPU of each rank, or the CPU."""
+        if self.device == "cpu":
+            return [self.device]
+        first = int(numbered(self.device).partition(":")[2])
+        return [f"cuda:{first + rank}" for rank in range(self.ranks)]
+
+    @property
     def has_values(self) -> bool:
         """Whether a value head is trained."""
         known = ADVANTAGES.entries.get(self.advantage)
@@ -217,6 +225,8 @@ class TrainerOptions(Training, Bound):
     """Most tokens of a response."""
     total_steps: Count | None = None
     """The step at which a falling schedule ends."""
+    shares_gpu: bool = False
+    """Whether instances compute on the same GPU: what is computed here, they wait for."""
 
     def contradictions(self) -> Iterator[str]:
         yield from Training.contradictions(self)

@@ -58,6 +58,9 @@ from staleflow.types import GIVEN, Row, oldest
 
 __all__ = ["GroupRows", "StalenessError", "StepReport", "Trainer", "TrainerOptions"]
 
+WORTH_A_PASS = 2048
+"""Tokens that take a GPU longer than what a pass costs however few it has: weights to read, gradients to add to."""
+
 
 class StalenessError(RunError):
     """A trajectory is older than the bound allows: a broken promise, not a bad setting."""
@@ -74,6 +77,10 @@ class _Open:
     trajectory_staleness: Counter[int] = field(default_factory=Counter[int])
     waiting: list[GroupRows] = field(default_factory=list[GroupRows])
     """Those whose gradients are not computed yet."""
+    tokens: int = 0
+    """That a pass with them would compute."""
+    missing: int = 0
+    """Groups of the step that were still to come when the last ones were fed."""
     without_signal: list[int] = field(default_factory=list[int])
     """Tokens of each group that teaches nothing."""
     norms: list[float] = field(default_factory=list[float])
@@ -157,8 +164,9 @@ class Trainer:
         """All that are trained, the value head's last."""
         return self.optimiser.parameters
 
-    def feed(self, step: int, groups: Sequence[GroupRows]) -> None:
-        """Accumulate these groups, all of whose members are there; ``advance`` says when."""
+    def feed(self, step: int, groups: Sequence[GroupRows], missing: int = 0) -> None:
+        """Accumulate these groups, all of whose members are there; ``advance`` says when. ``missing`` groups of the
+        step are still to come."""
         if step != self.version:
             raise ValueError(
                 f"groups of step {step} were fed while step {self.version} is trained: reset, then feed it"
@@ -180,12 +188,30 @@ class Trainer:
         self._open.groups += groups
         if self.options.whole_batch is None:
             self._open.waiting += groups
+            self._open.missing = missing
+            waiting = [row for group in self._open.waiting for row in group]
+            self._open.tokens = Sizes.of(waiting, self._sharing).total
             self.advance()
 
     @property
     def waiting(self) -> bool:
-        """Whether groups wait for a device that is busy: call ``advance`` soon."""
+        """Whether there are groups whose gradients were not begun with."""
         return bool(self._open.waiting)
+
+    @property
+    def due(self) -> bool:
+        """Whether groups wait for nothing but the device: call ``advance`` soon."""
+        return self.waiting and not self._gathers
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether groups wait for others. On a GPU of its own a trainer would be idle meanwhile; but where instances
+        compute, too, many small passes take from them what few large ones would leave. So as many gather as are still
+        to come, and less and less is left to do when the last one does."""
+        now = self._open
+        if not self.options.shares_gpu or not now.missing or now.tokens >= self.options.micro_tokens:
+            return False
+        return len(now.waiting) < now.missing or now.tokens < WORTH_A_PASS
 
     def advance(self) -> None:
         """Begin with the groups that wait, if the device has nothing to do or they fill a pass.
@@ -193,14 +219,13 @@ class Trainer:
         A GPU computes beside this process, so groups that come one by one gather meanwhile: a pass of few tokens would
         take as long as one of many.
         """
-        rows = [row for group in self._open.waiting for row in group]
-        tokens = Sizes.of(rows, self._sharing).total
-        if tokens and (tokens >= self.options.micro_tokens or not self._clock.busy):
+        full = self._open.tokens >= self.options.micro_tokens
+        if self.due and (full or not self._clock.busy):
             self.flush()
 
     def flush(self) -> None:
         """Begin with all groups that wait."""
-        groups, self._open.waiting = self._open.waiting, []
+        groups, self._open.waiting, self._open.tokens = self._open.waiting, [], 0
         if groups:
             self._open.loss += self._accumulate(self._work(groups))
 

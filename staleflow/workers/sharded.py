@@ -42,9 +42,9 @@ class LeadingTrainer(ShardedTrainer):
         self._team = team
         super().__init__(*given)
 
-    def feed(self, step: int, groups: Sequence[GroupRows]) -> None:
+    def feed(self, step: int, groups: Sequence[GroupRows], missing: int = 0) -> None:
         self._team.tell(Feed(step, [list(group) for group in groups]))
-        super().feed(step, groups)
+        super().feed(step, groups, missing)
 
     def advance(self) -> None:
         Trainer.advance(self)  # the others begin when this one does

@@ -106,14 +106,13 @@ class TrainerWorker:
     def handle(self, messages: Iterable[Any]) -> bool:
         """Do what they say, in order. False once one of them says to stop. Without messages: report that it is idle."""
         groups: list[list[Row]] = []
-        step = -1
-        handled = 0
+        step, missing, handled = -1, 0, 0
         for handled, message in enumerate(messages, 1):  # counted when all of it is done
             if isinstance(message, Feed):
-                step = message.step
+                step, missing = message.step, message.missing
                 groups += message.groups
                 continue
-            self._feed(step, groups)
+            self._feed(step, groups, missing)
             groups = []
             match message:
                 case Finish(step=finished, groups=count):
@@ -130,9 +129,9 @@ class TrainerWorker:
                     self._send(Ready(self.trainer.version))
                 case Stop():
                     return False
-        self._feed(step, groups)
+        self._feed(step, groups, missing)
         self._handled += handled
-        if not handled and not self.trainer.waiting and self._said < self._handled:
+        if not handled and not self.trainer.due and self._said < self._handled:
             self._said = self._handled
             self._send(Moved(self._handled))
         return True
@@ -140,7 +139,7 @@ class TrainerWorker:
     @property
     def wait_s(self) -> float | None:
         """How long to wait for the next message: without limit once everything is done and said."""
-        if self.trainer.waiting:
+        if self.trainer.due:
             return LOOK_S
         return SAY_S if self._said < self._handled else None
 
@@ -149,10 +148,10 @@ class TrainerWorker:
             self._said_at = now
             self._send(Moved(self._said))
 
-    def _feed(self, step: int, groups: list[list[Row]]) -> None:
+    def _feed(self, step: int, groups: list[list[Row]], missing: int) -> None:
         if groups:
             self._fed.append(groups)
-            self.trainer.feed(step, groups)
+            self.trainer.feed(step, groups, missing)
 
     def _finish(self, step: int) -> None:
         asked = time.perf_counter()

@@ -68,7 +68,7 @@ def test_a_share_of_the_multiprocessors_is_named_where_it_counts(
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "36")
     assert "Multi-Process Service" not in told()
     (tmp_path / "control").touch()
-    assert "note: CUDA's Multi-Process Service gives a process 36 % of a GPU: matrix products can be wrong then" in told()
+    assert "note: CUDA's Multi-Process Service gives a process 36 % of a GPU" in told()
     monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     assert "Multi-Process Service" not in told()
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "36")

@@ -301,6 +301,21 @@ def test_what_is_there_already_needs_no_room_but_is_checked_otherwise() -> None:
         check(load(None, ["rollout.max_tokens=100000"]), full, room=False)
 
 
+@pytest.mark.parametrize(
+    ("words", "shares"),
+    [
+        ([], False),
+        (["rollout.device=cuda", "training.device=cuda:0"], True),
+        (["rollout.device=cuda:1", "training.device=cuda"], False),
+        (["rollout.device=cuda:1", "training.device=cuda", "training.ranks=2"], True),
+        (["rollout.device=cuda", "training.device=cpu"], False),
+        (["rollout.device=cuda", "training.device=cuda", "runtime=ray"], False),
+    ],
+)
+def test_a_trainer_knows_whether_instances_compute_on_its_gpu(words: list[str], shares: bool) -> None:
+    assert load(None, words).trainer_options().shares_gpu == shares
+
+
 def test_vllm_is_not_given_a_gpu_that_it_would_ignore() -> None:
     assert {Rollout(engine="vllm", device=device).device for device in ("cuda", "cuda:0")} == {"cuda", "cuda:0"}
     with pytest.raises(ConfigError, match=r"device=cuda:1: .*CUDA_VISIBLE_DEVICES=1"):

@@ -3,14 +3,18 @@
 import copy
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from staleflow.training import trainer as trainer_module
 from staleflow.training.clock import CpuClock
 from staleflow.training.micro_batches import forward, micro_batches
 from staleflow.training.pieces import Sizes
@@ -23,6 +27,10 @@ VOCABULARY = 12
 
 @pytest.fixture(scope="module")
 def base() -> Any:
+    return tiny()
+
+
+def tiny() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=16,
@@ -94,6 +102,38 @@ def test_groups_gather_while_the_device_is_busy_and_go_at_once_when_it_is_not(
     assert passes == [1, 4, 1]
     for one, other in zip(whole, trainer.parameters, strict=True):
         assert torch.allclose(one, other, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=10), st.sampled_from([24, 60, 10**6]))
+def test_where_instances_compute_on_the_same_gpu_as_many_groups_gather_as_are_still_to_come(
+    arrivals: list[tuple[int, bool]], micro_tokens: int
+) -> None:
+    """How many come together, and whether the device is busy then. Each is begun with once and in order; few passes."""
+    passes, clock = list[Sequence[GroupRows]](), BusyClock()
+    options = TrainerOptions(0, micro_tokens=micro_tokens, skip_no_signal=False, shares_gpu=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "WORTH_A_PASS", 20)
+        trainer = Trainer(tiny(), options)
+        trainer._clock = clock  # type: ignore[assignment]
+        patch.setattr(trainer, "_accumulate", lambda work: (passes.append(work.groups), 0.0)[1])
+        trainer._open.loss = 0.0  # type: ignore[assignment]
+        total = sum(count for count, _ in arrivals)
+        groups, at = groups_of(total, 3), 0
+        for count, busy in arrivals:
+            clock.busy = busy
+            trainer.feed(0, groups[at : at + count], missing=total - at - count)
+            at += count
+            waiting = [row for group in trainer._open.waiting for row in group]
+            tokens = Sizes.of(waiting, True).total
+            assert tokens == trainer._open.tokens < micro_tokens, "what fills a pass does not wait"
+            enough = len(trainer._open.waiting) >= total - at and (tokens >= 20 or at == total)
+            assert busy or not waiting or not enough, "nor what there is no more to wait for"
+            assert trainer.due == (bool(waiting) and enough)
+        trainer.flush()
+    assert [group for each in passes for group in each] == groups
+    if micro_tokens == 10**6:
+        assert len(passes) <= 2 + math.log2(total), "halves of what is missing"
 
 
 COMBINATIONS = list(

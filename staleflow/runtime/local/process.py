@@ -36,8 +36,8 @@ LAST_WORDS_S = 0.5
 POLL_S = 0.25
 """How often to look where the kernel does not tell of an end."""
 BEHIND = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
-"""For a trainer: where processes compute on a GPU at the same time, by CUDA's Multi-Process Service, it is the kernels of
-instances that go first. They are short, and a trainer's are many."""
+"""For a trainer: where processes compute on a GPU at the same time, by CUDA's Multi-Process Service, the kernels of
+instances go first. They are short, and a trainer's are many."""
 
 
 def spawn(path: Path, setup: Setup, log: Path, **environment: str) -> subprocess.Popen[bytes]:

@@ -94,7 +94,8 @@ class RemoteTrainer:
     def feed(self, step: int, groups: Sequence[Group]) -> None:
         rows = [self._server.rows([group]) for group in groups]
         tokens = sum([len(row.token_bytes) // 4 for group in rows for row in group])
-        self._send(Feed(step, rows), "feed", f"gradients of step {step}", tokens)
+        ledger = self._server.ledger
+        self._send(Feed(step, rows, ledger.batch_size - ledger.taken), "feed", f"gradients of step {step}", tokens)
 
     def make_again(self, step: int, groups: list[list[Row]]) -> None:
         """A step that is committed already: the trainer began before it."""
