@@ -8,8 +8,9 @@
 A step is 128 rows with prompts of 256 tokens, none of them the same, fed in four pieces and updated: *equal*, all
 responses of 768 tokens, or *skewed*, lognormal with the same mean, deviation 1.5 times it, at most 8,192. The share of
 the peak counts 6 operations for each parameter and token, attention not counted, against 989 dense TFLOP/s. *Passes*:
-one forward and backward pass of a 135 M model over groups of 8 rows of 61 tokens, from one group to a whole step. The
-breakdown is of the GPU time of one step by kind of kernel; *idle* is what is left of the step.
+forward and backward over groups of 8 rows, from one group to a whole step, whose prompts are shared or not: what a small
+pass costs beyond its tokens. The breakdown is of the GPU time of one step by kind of kernel; *idle* is what is left of
+the step.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from bench import kept
 from staleflow.servers.payloads import Row
+from staleflow.training.pieces import Sizes
 from staleflow.training.trainer import GroupRows, Trainer, TrainerOptions
 
 PEAK = 989e12
@@ -48,6 +50,9 @@ CASES: list[tuple[str, str, int, dict[str, Any]]] = [
     for shape in ("0.5b", "1.5b")
     for kind, micro in (("equal", 8_192), ("equal", 16_384), ("skewed", 8_192), ("skewed", 16_384))
 ] + [("1.5b", kind, 16_384, {"offload_moments": True}) for kind in ("equal", "skewed")]
+PASSES = {"135m": (40, 21), "0.5b": (128, 242), "1.5b": (128, 242)}
+"""Tokens of prompts and responses."""
+GROUPS = (1, 2, 4, 8, 32)
 KINDS = {
     "attention": ("flash", "fmha"),
     "products": ("gemm", "cutlass", "cublas", "nvjet", "xmma", "splitk"),
@@ -163,14 +168,18 @@ def breakdown(trainer: Trainer, groups: list[GroupRows], device: str) -> dict[st
     return found | {"largest of the rest": {name: round(share, 4) for name, share in others.most_common(5)}}
 
 
-def passes(shape: str, device: str, counts: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
-    """Seconds of feeding that many groups at once, and of the update."""
+def passes(
+    shape: str, shared: bool, device: str, prompt: int, response: int, counts: tuple[int, ...] = GROUPS
+) -> list[dict[str, Any]]:
+    """Milliseconds of feeding that many groups at once, and of the update."""
     trainer = Trainer(model_of(shape, device), TrainerOptions(2, learning_rate=1e-6, micro_tokens=16_384))
     found: list[dict[str, Any]] = []
     for count in counts:
         times, updates, asked = list[float](), list[float](), list[float]()
-        for _ in range(repeats):
-            groups = step_of([21] * (8 * count), 8, 40, SHAPES[shape][-1], trainer.version)
+        groups: list[GroupRows] = []
+        for _ in range(6):
+            lengths = [response] * (8 * count)
+            groups = step_of(lengths, 8, prompt, SHAPES[shape][-1], trainer.version, one_prompt=shared)
             began = wait(device)
             trainer.feed(trainer.version, groups)
             asked.append(time.perf_counter() - began)
@@ -179,10 +188,9 @@ def passes(shape: str, device: str, counts: tuple[int, ...], repeats: int) -> li
             trainer.finish(trainer.version)
             updates.append(wait(device) - began)
         middle = [round(1e3 * statistics.median(each[2:]), 2) for each in (times, asked, updates)]
-        tokens = 8 * 61 * count
-        found.append(
-            {"groups": count, "tokens": tokens, "pass_ms": middle[0], "asked_ms": middle[1], "update_ms": middle[2]}
-        )
+        tokens = Sizes.of([row for group in groups for row in group], shared).total
+        sizes = {"shape": shape, "shared": shared, "groups": count, "computed": tokens}
+        found.append({**sizes, "pass_ms": middle[0], "asked_ms": middle[1], "update_ms": middle[2]})
     return found
 
 
@@ -208,12 +216,16 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "device": name, "torch": torch.__version__}
     cases = [("tiny", kind, 512, {}) for kind in ("equal", "skewed")] if given.smoke else CASES
-    if re.search(given.only, "passes"):
-        few = ("tiny", device, (1,), 3) if given.smoke else ("135m", device, (1, 8, 32), 8)
-        found["passes"] = attempt(passes, *few)
     print(json.dumps(found), flush=True)
-    found["steps"] = []
-    kept.write(given.json, found)
+    found["passes"], found["steps"] = [], []
+    for shape, sizes in {"tiny": (40, 21)}.items() if given.smoke else PASSES.items():
+        for shared in (False, True):
+            if re.search(given.only, f"passes {shape}{' shared' * shared}"):
+                counts = GROUPS[:1] if given.smoke else GROUPS
+                rows = attempt(passes, shape, shared, device, *sizes, counts)
+                found["passes"] += rows if isinstance(rows, list) else [rows]
+                print(json.dumps(rows), flush=True)
+                kept.write(given.json, found)
     for shape, kind, micro, more in cases:
         if re.search(given.only, " ".join([shape, kind, str(micro), *more])):
             size = (16, 24) if given.smoke else (128, 768)
