@@ -6,11 +6,11 @@
     python bench/trainer_cuda.py --smoke                 # a tiny model on whatever device there is
 
 A step is 128 rows with prompts of 256 tokens, none of them the same, fed in four pieces and updated: *equal*, all
-responses of 768 tokens, or *skewed*, lognormal with the same mean, deviation 1.5 times it, at most 8,192. The share of
-the peak counts 6 operations for each parameter and token, attention not counted, against 989 dense TFLOP/s. *Passes*:
-forward and backward over groups of 8 rows, from one group to a whole step, whose prompts are shared or not: what a small
-pass costs beyond its tokens. The breakdown is of the GPU time of one step by kind of kernel; *idle* is what is left of
-the step.
+responses of 768 tokens, or *skewed*, lognormal with the same mean, deviation 1.5 times it, at most 8,192. The share
+of the peak counts 6 operations for each parameter and token, attention not counted, against 989 dense TFLOP/s.
+*Passes*: forward and backward over groups of 8 rows, from one group to a whole step, with and without sharing
+prompts: what a small pass costs beyond its tokens. The breakdown is of the GPU time of one step by kind of kernel;
+*idle* is what is left of the step.
 """
 
 import argparse

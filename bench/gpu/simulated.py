@@ -13,7 +13,8 @@ Costs are those of a process that has the card to itself: of decoding and prefil
 between them (``--without``: calls that measured another engine); better of decoding, a trace of the synchronous run
 (``--trace``), which also has what the worker does between two steps and the numbers of sequences between the cells.
 ``--launches``: a step with prefill is not a CUDA graph, and costs this and a price for each token. Of training, the
-synchronous run: nothing else happens meanwhile.
+synchronous run: nothing else happens meanwhile. ``--pass-s``: each pass takes so much of that, however few tokens it
+has, and passes begin as the real trainer's do where it shares a GPU; ``--at-once``: whenever it is idle.
 Kernels of different processes do not run at the same time: the card is theirs in turn (*in turn*, ``turns.py``). The
 slice of time is the one number taken from the run with bound 2: how much longer a token took to train there. *As if
 alone* is the prediction without that, *as in bound 2* the one with costs as they were inside that run, whoever else had
@@ -45,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench import amounts, kept
 from bench.gpu import system, tail
 from bench.gpu.skewed import length
-from bench.gpu.turns import CardCluster, slice_for
+from bench.gpu.turns import CardCluster, Passes, slice_for
 from bench.simulator_error import METRICS, compared, left_out, observed
 from staleflow.config import Config, load
 from staleflow.config.gpus import COMMON
@@ -187,8 +188,8 @@ def training(folder: Path) -> float:
     return sum(row["train_s"] for row in rows) / sum(row["tokens"] + row["prompt_tokens"] for row in rows)
 
 
-def predicted(setting: Setting, slice_s: float | None) -> dict[str, float]:
-    cluster = CardCluster(setting, 0, slice_s)
+def predicted(setting: Setting, slice_s: float | None, passes: Passes | None = None) -> dict[str, float]:
+    cluster = CardCluster(setting, 0, slice_s, passes)
     cluster.run()
     marks, first = cluster.marks, left_out(setting.staleness, setting.steps)
     begin, end = marks[first - 1], marks[-1]
@@ -288,9 +289,13 @@ def compare(
     prompt: int,
     launches: float | None = None,
     inside: Sequence[Point] = (),
+    pass_s: float | None = None,
+    at_once: bool = False,
 ) -> Rows:
     """By run: each figure measured and predicted, in two or three ways."""
     costs = priced(cells, shape, known.per_prefill_token, launches, inside)
+    passes = None if pass_s is None else Passes(pass_s, known.config([]).training.micro_tokens, at_once)
+    per_token_s = known.per_token_s - (passes.least_s(1) if passes is not None else 0.0)
     believed, share = known.believed or guessed(shape), min(MOST, known.share)
 
     def configured(name: str, config: Callable[[Sequence[str]], Config]) -> Setting:
@@ -306,20 +311,20 @@ def compare(
 
     def alone(name: str) -> Setting:
         own = configured(name, known.config)
-        return replace(own, rollout=costs, trainer_per_token_gpu_s=known.per_token_s, trainer_fixed_s=0.0)
+        return replace(own, rollout=costs, trainer_per_token_gpu_s=per_token_s, trainer_fixed_s=0.0)
 
     if known.beside not in rows:
         raise SystemExit(f"there are no results of {known.beside} with {shape}, which says how the card is shared")
-    slice_s = slice_for(alone(known.beside), share)
-    print(f"decoding alone: {costs}; training alone: {1e6 * known.per_token_s:.2f} us a token", file=sys.stderr)
+    slice_s = slice_for(alone(known.beside), share, passes)
+    print(f"decoding alone: {costs}; training alone: {1e6 * per_token_s:.2f} us a token", file=sys.stderr)
     said = f"the trainer's share beside instances in {known.beside}: {share:.2f}"
     print(f"{said}, as with slices of {1e3 * slice_s:.2f} ms", file=sys.stderr)
     found: Rows = {}
     for name, seen in rows.items():
         own = alone(name)
-        ways = {"in turn": (own, slice_s), "as if alone": (own, None)}
+        ways = {"in turn": (own, slice_s, passes), "as if alone": (own, None, passes)}
         if known.shared is not None:
-            ways["as in bound 2"] = (configured(name, known.shared), None)
+            ways["as in bound 2"] = (configured(name, known.shared), None, None)
         found[name] = {
             way: {key: compared(key, seen[key], values[key]) for key in METRICS}
             for way, values in ((way, predicted(*given)) for way, given in ways.items())
@@ -353,6 +358,8 @@ def main(arguments: list[str] | None = None) -> Rows:
     parser.add_argument(
         "--launches", type=amounts.amount, help="seconds of a step with prefill that is not a CUDA graph"
     )
+    parser.add_argument("--pass-s", type=amounts.amount, help="seconds of a pass beyond those of its tokens")
+    parser.add_argument("--at-once", action="store_true", help="passes begin as soon as the trainer is idle")
     parser.add_argument(
         "--measured", type=kept.to_read, help="what system.py wrote: cells without a folder of their own"
     )
@@ -372,7 +379,9 @@ def main(arguments: list[str] | None = None) -> Rows:
         known = Known.of(given.runs) if given.runs is not None else Known.given(figures, given.shape, Path(folder))
         instances = known.config([]).rollout.instances
         seen = written(results, given.shape, instances) | (seen_in(given.runs, instances) if given.runs else {})
-        rows = compare(known, seen, cells, given.shape, *given.lengths, launches=given.launches, inside=points)
+        trainer = {"pass_s": given.pass_s, "at_once": given.at_once}
+        more = {"launches": given.launches, "inside": points, **trainer}
+        rows = compare(known, seen, cells, given.shape, *given.lengths, **more)
     print(table(rows))
     kept.write(given.json, rows)
     kept.write(given.keep_figures, known.figures(points))

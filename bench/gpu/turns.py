@@ -14,15 +14,21 @@ it; hundreds of them, as right after a pull, hold up the next version. ::
     cluster.run()
     cluster.marks
     slice_for(setting, share=0.7)       # the slice with which the trainer has this share beside instances
+
+Without ``Passes`` a trainer works off tokens as they come. With them it makes passes, which cost something however few
+tokens they have, and begins with them as the real one does.
 """
 
 from __future__ import annotations
 
-from math import sqrt
+from collections.abc import Sequence
+from math import ceil, sqrt
+from typing import Any, NamedTuple
 
 from bench.shared_cores import SharedCluster, SharedRollout, SharedTrainer, Sharing
 from staleflow.simulate.setting import Setting
-from staleflow.simulate.trainer import SimTrainer
+from staleflow.simulate.trainer import Fed, SimTrainer
+from staleflow.training.gathering import gathers
 
 ENOUGH = Sharing(10**6, 1.0, 1.0)
 SWITCH_S = 1.5e-4
@@ -58,25 +64,86 @@ class CardRollout(SharedRollout):
             self.changed()
 
 
+class Passes(NamedTuple):
+    pass_s: float
+    """Seconds of a pass beyond those of its tokens."""
+    micro_tokens: int
+    at_once: bool = False
+    """Begin with whatever waits whenever there is nothing else to do, as on a GPU of its own."""
+
+    def least_s(self, tokens: float) -> float:
+        """Beyond that of tokens, if all passes are full."""
+        return self.pass_s * tokens / self.micro_tokens
+
+
 class CardTrainer(SharedTrainer):
+    passes: Passes | None = None
+
+    def __init__(self, *parts: Any, **more: Any) -> None:
+        super().__init__(*parts, **more)
+        self._waiting: list[int] = []
+        """Tokens of each group that no pass was begun with."""
+        self._came = 0
+        """Groups of the present step."""
+        self._last: int | None = None
+        """The step, once it is known that no more will come."""
+
     def set_speed(self, speed: float) -> None:
         if abs(speed / self._speed - 1) > NOTICED:
             super().set_speed(speed)
+
+    def feed(self, step: int, groups: Sequence[Fed]) -> None:
+        if self.passes is None:
+            super().feed(step, groups)
+        elif self.alive:
+            self._waiting += [group.tokens if self._trains(group.prompt) else 0 for group in groups]
+            self._came += len(groups)
+            self._begin()
+
+    def finish(self, step: int) -> None:
+        if self.passes is None:
+            super().finish(step)
+        elif self.alive:
+            self._last = step
+            self._begin()
+
+    def reset(self) -> None:
+        self._waiting, self._came, self._last = [], 0, None
+        super().reset()
+
+    def _done(self, timer: int) -> None:
+        super()._done(timer)
+        if self.passes is not None:
+            self._begin()
+
+    def _begin(self) -> None:
+        """With what waits, if nothing else is to be done and nothing is waited for."""
+        assert self.passes is not None
+        tokens, most = sum(self._waiting), self.passes.micro_tokens
+        missing = self._batch_size - self._came
+        if self.busy or (not self.passes.at_once and gathers(len(self._waiting), missing, tokens, most)):
+            return
+        if self._waiting:
+            self._waiting = []
+            self._add(self.cost.train_s(tokens) + self.passes.pass_s * max(1, ceil(tokens / most)), None)
+        elif self._last is not None:
+            last, self._last, self._came = self._last, None, 0
+            super().finish(last)
 
 
 class CardCluster(SharedCluster):
     rollout_kind = CardRollout
 
-    def __init__(self, setting: Setting, seed: int, slice_s: float | None) -> None:
+    def __init__(self, setting: Setting, seed: int, slice_s: float | None, passes: Passes | None = None) -> None:
         """``slice_s``: None if everyone has a card."""
-        self._slice_s = slice_s
+        self._slice_s, self.passes = slice_s, passes
         super().__init__(setting, seed, ENOUGH, lambda _: True)
 
     def new_trainer(self) -> SimTrainer:
         setting = self.setting
         parts = (self.loop, setting.trainer, setting.groups, self.weights, self.pushed, self._trainer_waits_for)
         trainer = CardTrainer(*parts, trains=self._trains)
-        trainer.changed = self._share
+        trainer.changed, trainer.passes = self._share, self.passes
         return trainer
 
     def _share(self) -> None:
@@ -100,17 +167,18 @@ def trainers_share(cluster: CardCluster) -> float:
     prompts = sum(
         setting.group_size * cluster.workload.prompt_tokens(at) for at in range(setting.groups * (setting.steps - 1))
     )
-    work = setting.trainer.train_s(end.tokens - begin.tokens + prompts)
+    tokens = end.tokens - begin.tokens + prompts
+    work = setting.trainer.train_s(tokens) + (cluster.passes.least_s(tokens) if cluster.passes is not None else 0.0)
     busy = end.time - begin.time - (end.trainer_idle_s - begin.trainer_idle_s)
     return work / busy
 
 
-def slice_for(setting: Setting, share: float) -> float:
+def slice_for(setting: Setting, share: float, passes: Passes | None = None) -> float:
     """The longer the slices, the more of the card has a trainer beside steps of decoding that are shorter."""
     low, high = SHORTEST_S, LONGEST_S
     for _ in range(ROUNDS):
         middle = sqrt(low * high)
-        cluster = CardCluster(setting, 0, middle)
+        cluster = CardCluster(setting, 0, middle, passes)
         cluster.run()
         low, high = (middle, high) if trainers_share(cluster) < share else (low, middle)
     return sqrt(low * high)

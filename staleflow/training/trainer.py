@@ -36,6 +36,7 @@ from staleflow.training.attention import attend_by_rows, attends_by_rows, flash_
 from staleflow.training.clock import clock_of
 from staleflow.training.correction import Correction, difference
 from staleflow.training.decoder import by_hand
+from staleflow.training.gathering import gathers
 from staleflow.training.losses import entropy_bonus, kl_loss, policy_loss, value_loss
 from staleflow.training.micro_batches import Known, MicroBatch, Outputs, forward, micro_batches
 from staleflow.training.optimiser import AdamW, HostedAdamW
@@ -57,9 +58,6 @@ from staleflow.training.work import (
 from staleflow.types import GIVEN, Row, oldest
 
 __all__ = ["GroupRows", "StalenessError", "StepReport", "Trainer", "TrainerOptions"]
-
-WORTH_A_PASS = 2048
-"""Tokens that take a GPU longer than what a pass costs however few it has: weights to read, gradients to add to."""
 
 
 class StalenessError(RunError):
@@ -205,13 +203,9 @@ class Trainer:
 
     @property
     def _gathers(self) -> bool:
-        """Whether groups wait for others. On a GPU of its own a trainer would be idle meanwhile; but where instances
-        compute, too, many small passes take from them what few large ones would leave. So as many gather as are still
-        to come, and less and less is left to do when the last one does."""
-        now = self._open
-        if not self.options.shares_gpu or not now.missing or now.tokens >= self.options.micro_tokens:
-            return False
-        return len(now.waiting) < now.missing or now.tokens < WORTH_A_PASS
+        """Whether groups wait for others of their step."""
+        now, most = self._open, self.options.micro_tokens
+        return self.options.shares_gpu and gathers(len(now.waiting), now.missing, now.tokens, most)
 
     def advance(self) -> None:
         """Begin with the groups that wait, if the device has nothing to do or they fill a pass.

@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bench.gpu import simulated  # noqa: E402
-from bench.gpu.turns import SWITCH_S, CardCluster, slice_for, trainers_share  # noqa: E402
+from bench.gpu.turns import SWITCH_S, CardCluster, Passes, slice_for, trainers_share  # noqa: E402
 from staleflow.coordinator.cost import CostModel  # noqa: E402
 from staleflow.simulate.cluster import Cluster  # noqa: E402
-from staleflow.simulate.lengths import Constant  # noqa: E402
+from staleflow.simulate.lengths import Constant, Lognormal  # noqa: E402
 from staleflow.simulate.setting import Setting, preset  # noqa: E402
 from staleflow.simulate.workload import Sampled, Workload  # noqa: E402
 
@@ -34,8 +34,8 @@ def setting(step_s: float = DECODING_S, **changes: Any) -> Setting:
     return replace(preset("paper-14b"), **small | changes)
 
 
-def ran(setting: Setting, slice_s: float | None) -> CardCluster:
-    cluster = CardCluster(setting, 0, slice_s)
+def ran(setting: Setting, slice_s: float | None, passes: Passes | None = None) -> CardCluster:
+    cluster = CardCluster(setting, 0, slice_s, passes)
     cluster.run()
     return cluster
 
@@ -71,6 +71,26 @@ def test_the_slice_is_found_again_from_the_trainers_share() -> None:
     wanted = setting(trainer_per_token_gpu_s=0.001)
     share = trainers_share(ran(wanted, 0.003))
     assert trainers_share(ran(wanted, slice_for(wanted, share))) == pytest.approx(share, abs=0.02)
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_passes_that_cost_nothing_change_nothing(bound: int) -> None:
+    """Tokens are worked off in the order in which they come, unless groups wait for others."""
+    wanted = setting(staleness=bound, groups=8)
+    fluid, passes = (ran(wanted, 0.002, how) for how in (None, Passes(0.0, 16_384, at_once=True)))
+    assert [mark.time for mark in passes.marks] == pytest.approx([mark.time for mark in fluid.marks], rel=0.01)
+    assert passes.marks[-1].tokens == fluid.marks[-1].tokens
+
+
+def test_groups_that_gather_cost_few_passes() -> None:
+    wanted = setting(staleness=1, groups=16, trainer_per_token_gpu_s=1e-6)
+    lengths = Workload(Sampled(Lognormal(200, 1.5), prompt=Constant(16)), max_tokens=2_000)
+    wanted = replace(wanted, workload=lengths)
+    once, gathered = (ran(wanted, 0.002, Passes(0.02, 16_384, at_once)) for at_once in (True, False))
+    assert gathered.marks[-1].tokens == once.marks[-1].tokens
+    assert gathered.marks[-1].time < once.marks[-1].time
+    busy_s = [each.marks[-1].time - each.marks[-1].trainer_idle_s for each in (once, gathered)]
+    assert busy_s[1] < 0.7 * busy_s[0]
 
 
 def test_prices_between_and_beyond_what_was_measured() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from staleflow.training import trainer as trainer_module
+from staleflow.training import gathering
 from staleflow.training.clock import CpuClock
 from staleflow.training.micro_batches import forward, micro_batches
 from staleflow.training.pieces import Sizes
@@ -113,7 +113,7 @@ def test_where_instances_compute_on_the_same_gpu_as_many_groups_gather_as_are_st
     passes, clock = list[Sequence[GroupRows]](), BusyClock()
     options = TrainerOptions(0, micro_tokens=micro_tokens, skip_no_signal=False, shares_gpu=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "WORTH_A_PASS", 20)
+        patch.setattr(gathering, "WORTH_A_PASS", 20)
         trainer = Trainer(tiny(), options)
         trainer._clock = clock  # type: ignore[assignment]
         patch.setattr(trainer, "_accumulate", lambda work: (passes.append(work.groups), 0.0)[1])
