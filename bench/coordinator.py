@@ -14,9 +14,14 @@ import gc
 import json
 import random
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import amounts
 from staleflow.coordinator.decide import decide
 from staleflow.coordinator.situation import Fleet, Pace, Queued, Route, Situation
 from staleflow.coordinator.strategies import ROUTING, Strategies
@@ -84,12 +89,12 @@ def measure(case: Situation, strategies: Strategies, repeats: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--repeats", type=int, default=5, help="repeats for each cell (default 5)")
-    parser.add_argument("--instances", type=int, nargs="+", default=INSTANCES)
-    parser.add_argument("--live", type=int, nargs="+", default=LIVE, help="live trajectories")
-    parser.add_argument("--queued", type=float, default=0.3, help="share of the live that waits (default 0.3)")
+    parser.add_argument("--repeats", type=amounts.count, default=5, help="repeats for each cell (default 5)")
+    parser.add_argument("--instances", type=amounts.count, nargs="+", default=INSTANCES)
+    parser.add_argument("--live", type=amounts.count, nargs="+", default=LIVE, help="live trajectories")
+    parser.add_argument("--queued", type=amounts.amount, default=0.3, help="share of the live that waits (default 0.3)")
     parser.add_argument("--synchronisation", default="greedy", choices=("gain", "greedy", "starved"))
-    parser.add_argument("--mu", type=float, default=0.0, help="waterfall: least gain (default 0: takes most)")
+    parser.add_argument("--mu", type=amounts.amount, default=0.0, help="waterfall: least gain (default 0: takes most)")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for instances in options.instances:

@@ -26,6 +26,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import amounts
 from staleflow.config import load
 from staleflow.config.presets import PAPER
 from staleflow.dash.server import PAGE
@@ -266,10 +269,10 @@ CLICK = """() => new Promise((done) => {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--instances", type=int, default=1000)
-    parser.add_argument("--trajectories", type=int, default=1_000_000)
+    parser.add_argument("--instances", type=amounts.count, default=1000)
+    parser.add_argument("--trajectories", type=amounts.count, default=1_000_000)
     parser.add_argument("--run", type=Path, help="where the simulated run is, or is kept")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for which CPU is measured")
+    parser.add_argument("--seconds", type=amounts.amount, default=20.0, help="for which CPU is measured")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="staleflow-bench-") as folder:
         path = options.run or Path(folder) / "large"

@@ -17,6 +17,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -27,11 +28,14 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging
 
+from bench import amounts
 from staleflow.rollout import builtin
 from staleflow.rollout.builtin import EngineOptions, TorchEngine
 from staleflow.rollout.engine import Request, Sampling
@@ -343,9 +347,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the small model only, half the lengths, one repeat")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cap", type=float, default=20.0, help="seconds for continuous batching; 0 leaves it out")
+    parser.add_argument("--threads", type=amounts.count, default=1)
+    parser.add_argument("--repeats", type=amounts.count, default=3)
+    parser.add_argument(
+        "--cap", type=amounts.amount, default=20.0, help="seconds for continuous batching; 0 leaves it out"
+    )
     parser.add_argument("--model", choices=[shape.name for shape in SHAPES], help="only this one")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

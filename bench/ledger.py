@@ -14,11 +14,16 @@ import gc
 import json
 import random
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import amounts
 from staleflow.protocol import StalenessLedger
 
 TARGET = 300_000
@@ -134,9 +139,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--repeats", type=int, default=3, help="repeats for each cell (default 3)")
-    parser.add_argument("--live", type=int, nargs="+", default=LIVE, help="live groups")
-    parser.add_argument("--staleness", type=int, nargs="+", default=STALENESS, help="bounds")
+    parser.add_argument("--repeats", type=amounts.count, default=3, help="repeats for each cell (default 3)")
+    parser.add_argument("--live", type=amounts.count, nargs="+", default=LIVE, help="live groups")
+    parser.add_argument("--staleness", type=amounts.whole, nargs="+", default=STALENESS, help="bounds")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for staleness in options.staleness:

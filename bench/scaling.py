@@ -34,10 +34,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from scaling_parts import GROUP, IN_FLIGHT, filling, live, real
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import amounts
 from staleflow.coordinator.decide import Decision
 from staleflow.runtime.control import ControlPlane
 from staleflow.servers.weights.sharing import MOST_SENDING
@@ -268,8 +272,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--quick", action="store_true", help="a small fleet, for a look")
-    parser.add_argument("--instances", type=int, nargs="+", help="one cell for each")
-    parser.add_argument("--steps", type=int, default=3, help="of each cell (%(default)s)")
+    parser.add_argument("--instances", type=amounts.count, nargs="+", help="one cell for each")
+    parser.add_argument("--steps", type=amounts.count, default=3, help="of each cell (%(default)s)")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:

@@ -28,6 +28,9 @@ from simulation_lab import Case, Lab, OutOfTimeError, Runs, Scale, against, tell
 from simulation_report import render
 from simulation_summary import DOCUMENT, write
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import amounts
 from staleflow.config.machine import cores
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.lengths import Constant, Lognormal, PowerLaw
@@ -297,8 +300,10 @@ def main() -> int:
     parser.add_argument("--section", choices=[*SECTIONS], action="append", help="only this one (may be repeated)")
     parser.add_argument("--quick", action="store_true", help="small settings and few seeds, in minutes")
     parser.add_argument("--cache", type=Path, metavar="FILE", help="where runs are kept and looked up")
-    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="stop after so long")
-    parser.add_argument("--jobs", type=int, default=cores(), metavar="N", help="processes (default: one for each core)")
+    parser.add_argument("--seconds", type=amounts.amount, default=float("inf"), metavar="S", help="stop after so long")
+    parser.add_argument(
+        "--jobs", type=amounts.count, default=cores(), metavar="N", help="processes (default: one for each core)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the document")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     options = parser.parse_args()

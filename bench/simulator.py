@@ -22,8 +22,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import amounts
 from staleflow.servers.lifecycle import Group
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.setting import preset
@@ -142,8 +146,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--quick", action="store_true", help=f"only cells with fewer than {LARGE} instances")
-    parser.add_argument("--repeats", type=int, default=3, help="of which the median; large cells run once (default 3)")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--repeats", type=amounts.count, default=3, help="of which the median; large cells run once (default 3)"
+    )
+    parser.add_argument("--seed", type=amounts.whole, default=1)
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.cell:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench import amounts  # noqa: E402
 from bench.shared_cores import SharedCluster, Shares, Sharing, alone, calibrated, teaches  # noqa: E402
 from staleflow.config.machine import cores  # noqa: E402
 from staleflow.errors import ConfigError  # noqa: E402
@@ -72,8 +73,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("settings", nargs="*", help="more settings of staleflow train, such as rollout.device=cuda")
     parser.add_argument("--bounds", default="0,1,2,3", help="bound 0 is run with whole batches too")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--steps", type=amounts.count, default=30)
+    parser.add_argument("--seeds", type=amounts.count, default=2)
     parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir()) / "staleflow-simulator-error")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--section", metavar="FILE.json", help="print the tables of earlier results")

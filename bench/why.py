@@ -15,6 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import amounts
 from staleflow.config import load
 from staleflow.config.presets import PAPER
 from staleflow.run.directory import RunDirectory
@@ -58,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--keep", metavar="DIR", type=Path, help="record the run there; one that is there is asked")
-    parser.add_argument("--steps", type=int, default=100, help=f"of {GROUPS * SIZE} trajectories each")
+    parser.add_argument("--steps", type=amounts.count, default=100, help=f"of {GROUPS * SIZE} trajectories each")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = options.keep or Path(folder) / "run"

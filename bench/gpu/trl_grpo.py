@@ -40,7 +40,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from bench import kept
+from bench import amounts, kept
 from bench.gpu import skewed
 from bench.gpu.lab import Results
 from staleflow.rollout.shapes import SHAPES
@@ -270,10 +270,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir()) / "staleflow-system")
     parser.add_argument("--workload", choices=("skewed", "smollm"), default="smollm")
     parser.add_argument("--shape", default="qwen-0.5b")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=amounts.count, default=6)
     parser.add_argument("--vllm", action="store_true", help="generate with vLLM in this process")
     parser.add_argument(
-        "--generating", type=float, help="seconds after which transformers' generation is stopped (skewed)"
+        "--generating", type=amounts.amount, help="seconds after which transformers' generation is stopped (skewed)"
     )
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     given = parser.parse_args(arguments)

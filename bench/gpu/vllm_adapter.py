@@ -14,14 +14,18 @@ engine of its own, because ours changes how small models compute there (``rollou
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench import amounts
 from staleflow.rollout.engine import Request, Sampling
 from staleflow.rollout.options import EngineOptions
 from staleflow.rollout.shapes import SHAPES, write
@@ -104,8 +108,8 @@ def main() -> None:
     parser.add_argument("--shape", default="tiny", choices=list(SHAPES))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sequences", type=amounts.count, nargs="+", default=[64, 256])
+    parser.add_argument("--rounds", type=amounts.count, default=5)
     parser.add_argument("--json", action="store_true")
     wanted = parser.parse_args()
     clock = time.process_time if wanted.device == "cpu" else time.perf_counter
