@@ -43,6 +43,8 @@ MOST_BYTES_AHEAD = 1 << 24
 """Beyond this no more are added to a message: rows may be large."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
 """Between two attempts to reach a service that is away."""
+ANSWERED_S, SLOWER = 0.002, 1.25
+"""A share is answered after this time and so many times what its responses took lately."""
 START_TIMEOUT_S = 60.0
 """Time limit for a worker to import the reward function."""
 
@@ -58,10 +60,12 @@ class RewardPool:
         on_away: Callable[[str], None] = lambda _: None,
         on_lost: Callable[[str], None] = lambda _: None,
         heard_s: float = 0.0,
+        expect: Callable[[float], None] = lambda _: None,
     ) -> None:
         """``decoder``: how workers decode tokens (``load_decoder`` in worker.py); "" if they do not. ``on_away`` is
         called with the reason whenever a service that is away was asked in vain, ``on_lost`` whenever a worker died or
-        was killed. ``heard_s``: how long it may be until the event loop hears what a worker has answered."""
+        was killed. ``heard_s``: how long it may be until the event loop hears what a worker has answered; ``expect`` is
+        called with the seconds until what workers were just given is answered, if that is less."""
         self.options = options
         self._on_reward = on_reward
         self._on_failure = on_failure
@@ -76,6 +80,7 @@ class RewardPool:
         self._held: dict[str, int] = {}
         """By response that found the service away: how many answers there had been."""
         self.heard_s = heard_s
+        self.expect = expect
         self._response_s = 0.0
         """That a response takes a worker; 0 before the first."""
         self._stderr = stderr
@@ -195,10 +200,14 @@ class RewardPool:
         self._dispatching = False
         if self._pause is not None:
             return
+        most = 0
         while self._queue and self._idle:
             due = self._next()
             if frame := self._frame(due):
                 self._idle.pop().give(due, frame)
+                most = max(most, len(due))
+        if most and self._response_s and (soon := ANSWERED_S + SLOWER * most * self._response_s) < self.heard_s:
+            self.expect(soon)
         if self._queue and len(self._workers) < self.options.workers:
             try:
                 self._change(self._add(self._new()))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from staleflow.reward.options import Reward
-from staleflow.reward.pool import MOST_AHEAD, MOST_QUICK, RewardPool
+from staleflow.reward.pool import ANSWERED_S, MOST_AHEAD, MOST_QUICK, SLOWER, RewardPool
 from staleflow.reward.process import Due, Worker
 from staleflow.reward.wire import Answer, pack
 from staleflow.tasks.task import Problem
@@ -43,10 +43,10 @@ class Moments(RewardPool):
     """A pool that hears its workers all at once, when it is told to."""
 
     def __init__(self, workers: int, response_s: float) -> None:
-        super().__init__(
-            Reward(workers=workers), lambda name, *_: self.scored.append(name), lambda *_: None, heard_s=MOMENT_S
-        )
         self.scored: list[str] = []
+        self.expected: list[float] = []
+        heard = {"heard_s": MOMENT_S, "expect": self.expected.append}
+        super().__init__(Reward(workers=workers), lambda name, *_: self.scored.append(name), lambda *_: None, **heard)
         self.response_s = response_s
 
     def _new(self) -> Worker:
@@ -84,6 +84,25 @@ class Moments(RewardPool):
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(main)
+
+
+def test_answers_that_will_be_there_soon_are_expected_then() -> None:
+    """The last responses of a step were scored in a millisecond, and heard of a moment later."""
+
+    async def main() -> None:
+        pool = await Moments(2, 0.001).begun()
+        pool.expected.clear()
+        await pool.submitted(1, "a")
+        await pool.moment()
+        await pool.submitted(20, "b")  # ten for each worker
+        await pool.moment()
+        assert pool.expected == pytest.approx([ANSWERED_S + SLOWER * 0.001, ANSWERED_S + SLOWER * 0.01])
+        await pool.submitted(1000, "c")
+        assert len(pool.expected) == 2, "not before the moment's end"
+        slow = await Moments(2, 0.5).begun()
+        assert slow.expected == []
+
+    run(main())
 
 
 def test_quick_responses_do_not_wait_for_one_wake_up_of_the_control_plane_after_another() -> None:

@@ -4,7 +4,8 @@ The control plane does little for each message, and most of what a message costs
 data have left the caches meanwhile. Moments begin ``DELAY_S`` after the ticks at which instances report
 (``TICK_S`` in ``workers/rollout.py``; processes of one machine have one clock), so that the reports of all instances
 are there, and are decided on, in one wake-up. What comes after a pause is handled at once; what comes later waits for
-the next moment, except from those that ``hurry`` names and from other threads. ::
+the next moment, except from those that ``hurry`` names and from other threads. Who has asked for something that will
+be there sooner says so by ``expect``. ::
 
     summary = run_patiently(run.execute())
 """
@@ -35,6 +36,10 @@ class PatientSelector(DefaultSelector):
 
     def hurry(self, file: Any) -> None:
         self._urgent.register(file, EVENT_READ)
+
+    def expect(self, seconds: float) -> None:
+        """The present moment ends after this time, if not before."""
+        self._next = min(self._next, self._clock() + seconds)
 
     def wait(self, seconds: float) -> None:
         """Until then, or until something urgent comes."""
@@ -72,6 +77,16 @@ class PatientLoop(asyncio.SelectorEventLoop):
     def hurry(self, file: Any) -> None:
         """What comes here is handled at once."""
         self._patient.hurry(file)
+
+    def expect(self, seconds: float) -> None:
+        """What comes within this time is handled together after it."""
+        self._patient.expect(seconds)
+
+
+def expect(seconds: float) -> None:
+    """What was asked for is there in this time, which a loop that is patient may wait for in vain."""
+    if isinstance(loop := asyncio.get_running_loop(), PatientLoop):
+        loop.expect(seconds)
 
 
 def run_patiently(main: Coroutine[Any, Any, T]) -> T:

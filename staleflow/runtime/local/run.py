@@ -50,6 +50,7 @@ from staleflow.runtime.control import ControlPlane, Settings
 from staleflow.runtime.local.crew import Crew, RunError
 from staleflow.runtime.local.evaluating import Evaluating
 from staleflow.runtime.local.hearing import Hearing
+from staleflow.runtime.local.patience import expect
 from staleflow.runtime.local.playing import Playing
 from staleflow.runtime.local.remaking import Remaking
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
@@ -293,6 +294,7 @@ class LocalRun:
             on_away=self.hearing.reward_away,
             on_lost=self.hearing.reward_worker_lost,
             heard_s=CYCLE_S,
+            expect=expect,
         )
         self.control = self._control()
 

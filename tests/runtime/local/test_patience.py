@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from staleflow.runtime.local.patience import DELAY_S, PatientLoop, PatientSelector, run_patiently
+from staleflow.runtime.local.patience import DELAY_S, PatientLoop, PatientSelector, expect, run_patiently
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -86,6 +86,39 @@ def test_the_trainer_does_not_wait_for_the_end_of_a_moment(pairs: list[Pair], se
     selector.unregister(b)  # its connection has ended
     assert readable(selector) == {a}
     assert selector.waited
+
+
+def test_what_is_expected_soon_ends_the_moment_and_the_next_one_begins_at_its_tick(
+    pairs: list[Pair], selector: Patient
+) -> None:
+    (a, to_a), (b, to_b) = pairs
+    to_a.send(b"1")
+    readable(selector)
+    a.recv(1)
+    selector.expect(0.05)
+    selector.expect(0.2)  # later than that
+    selector.meanwhile = lambda: (to_a.send(b"2"), None)[1]
+    assert readable(selector) == {a}
+    assert selector.now == pytest.approx(100.25)
+    selector.meanwhile = lambda: (to_b.send(b"3"), None)[1]
+    assert readable(selector) == {a, b}
+    assert selector.now == pytest.approx(100.5 + DELAY_S)
+    selector.expect(10.0)  # the moment ends before
+    assert readable(selector) == {a, b}
+    assert selector.now == pytest.approx(101.0 + DELAY_S)
+
+
+def test_only_a_patient_loop_is_told_what_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float] = []
+    monkeypatch.setattr(PatientLoop, "expect", lambda _, seconds: told.append(seconds))
+
+    async def main() -> None:
+        expect(0.5)
+
+    asyncio.run(main())
+    assert told == []
+    run_patiently(main())
+    assert told == [0.5]
 
 
 def test_work_at_hand_and_due_timers_do_not_wait_for_ever(pairs: list[Pair], selector: Patient) -> None:

@@ -19,7 +19,7 @@ from staleflow.run.decisions import read_decisions
 from staleflow.run.directory import RunDirectory
 from staleflow.run.signals import RECENT
 from staleflow.runtime.control import ControlPlane
-from staleflow.runtime.local.patience import run_patiently
+from staleflow.runtime.local.patience import expect, run_patiently
 from staleflow.runtime.local.run import CYCLE_S, LocalRun, RunError
 from staleflow.servers.durable import DurableJournal
 from staleflow.servers.payloads import Limits
@@ -220,6 +220,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     def watch(run: LocalRun) -> None:
         assert run.payloads.limits.memory == memory
         assert run.pool.heard_s == CYCLE_S, "a worker would wait for every share of quick responses"
+        assert run.pool.expect is expect, "and a step for the moment after the one in which its last answer came"
         claimed.append(run.payloads.claimed)
 
     summary, directory = run_once(config, model, watch=watch)
