@@ -164,7 +164,8 @@ def _narrow(machine: Machine, limits: dict[str, Any], runs: Path) -> Iterator[Fi
         yield Finding(True, f"{place} is not a folder", "give another folder by runs=...")
     elif not os.access(place, os.W_OK):
         yield Finding(True, f"{runs} cannot be written", "make it writable, or give another folder by runs=...")
-    if machine.gpus and _mps() and (share := os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")) != "100":
+    share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "").strip()
+    if machine.gpus and _mps() and share not in ("", "100", "100.0"):
         what = f"CUDA's Multi-Process Service gives a process {share} % of a GPU: matrix products can be wrong then"
         yield Finding(False, what, "unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     if not sys.platform.startswith("linux"):

@@ -17,11 +17,9 @@ def rehearse(trainer: Trainer) -> None:
     most = getattr(trainer.model.config, "max_position_embeddings", SHORTEST)
     for longest in sorted({min(SHORTEST, most), min(2 * SHORTEST, most)}):
         for tokens in (*small, trainer.options.micro_tokens):
-            trainer.feed(trainer.version, [_group(tokens, longest, trainer.version)])
-            trainer.flush()
+            trainer.compute([_group(tokens, longest, trainer.version)])
     for tokens in small if trainer.options.share_prompts else ():
-        trainer.feed(trainer.version, _alike(tokens, trainer.version))
-        trainer.flush()
+        trainer.compute(_alike(tokens, trainer.version))
     trainer.reset()
 
 

@@ -204,8 +204,13 @@ class Trainer:
     @property
     def _gathers(self) -> bool:
         """Whether groups wait for others of their step."""
-        now, most = self._open, self.options.micro_tokens
-        return self.options.shares_gpu and gathers(len(now.waiting), now.missing, now.tokens, most)
+        now = self._open
+        return self.options.shares_gpu and gathers(len(now.waiting), now.missing, now.tokens, self._full)
+
+    @property
+    def _full(self) -> int:
+        """Tokens that fill a pass of every rank."""
+        return self.options.micro_tokens * self.options.ranks
 
     def advance(self) -> None:
         """Begin with the groups that wait, if the device has nothing to do or they fill a pass.
@@ -213,15 +218,18 @@ class Trainer:
         A GPU computes beside this process, so groups that come one by one gather meanwhile: a pass of few tokens would
         take as long as one of many.
         """
-        full = self._open.tokens >= self.options.micro_tokens
-        if self.due and (full or not self._clock.busy):
+        if self.due and (self._open.tokens >= self._full or not self._clock.busy):
             self.flush()
 
     def flush(self) -> None:
         """Begin with all groups that wait."""
         groups, self._open.waiting, self._open.tokens = self._open.waiting, [], 0
         if groups:
-            self._open.loss += self._accumulate(self._work(groups))
+            self.compute(groups)
+
+    def compute(self, groups: Sequence[GroupRows]) -> None:
+        """Add the gradients of these groups now, as if no others were in their step."""
+        self._open.loss += self._accumulate(self._work(groups))
 
     def finish(self, step: int) -> StepReport:
         """Update with everything that was fed; the model is the next version. Without any signal it is the same."""

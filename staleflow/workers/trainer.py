@@ -65,7 +65,7 @@ class TrainerWorker:
         self._began = time.perf_counter()
         """When the present step did."""
         self._fed: list[list[list[Row]]] = []
-        """What the present step was fed, in the pieces that it was computed in."""
+        """What the present step was fed, in the pieces in which it came."""
         self._handled = self._said = 0
         """Messages, and how many of them the control plane knows to be done with."""
         self._said_at = 0.0
@@ -152,6 +152,7 @@ class TrainerWorker:
         if groups:
             self._fed.append(groups)
             self.trainer.feed(step, groups, missing)
+            self._move()  # it may gather for long, and is not idle
 
     def _finish(self, step: int) -> None:
         asked = time.perf_counter()

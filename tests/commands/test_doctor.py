@@ -69,8 +69,9 @@ def test_a_share_of_the_multiprocessors_is_named_where_it_counts(
     assert "Multi-Process Service" not in told()
     (tmp_path / "control").touch()
     assert "note: CUDA's Multi-Process Service gives a process 36 % of a GPU" in told()
-    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
-    assert "Multi-Process Service" not in told()
+    for whole in ("", " 100", "100.0"):
+        monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", whole)
+        assert "Multi-Process Service" not in told()
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "36")
     monkeypatch.setattr(doctor, "this_machine", lambda: Machine(2, 64 << 30, (), 32 << 30))
     assert "Multi-Process Service" not in told()

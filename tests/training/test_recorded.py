@@ -92,12 +92,11 @@ def test_recordings_are_rehearsed_with_shared_prompts_where_they_are_shared(
     made = Trainer(model_of("llama", tied=False), TrainerOptions(0, share_prompts=share))
     rooms = set[Room]()
 
-    def feed(_: int, groups: list[GroupRows]) -> None:
+    def compute(groups: list[GroupRows]) -> None:
         rows = [row for group in groups for row in group]
         rooms.add(Room.of(next(micro_batches(rows, 10**9, share=True)).pieces))
 
-    monkeypatch.setattr(made, "feed", feed)
-    monkeypatch.setattr(made, "flush", lambda: None)
+    monkeypatch.setattr(made, "compute", compute)
     rehearse(made)
     sizes = (512, 1024, 2048, 4096)
     assert {Room(tokens, 256) for tokens in sizes} < rooms

@@ -421,6 +421,17 @@ def test_a_full_pass_is_rehearsed_full_where_rows_share_their_prompts(tokens: in
     assert 0.85 * tokens < Sizes.of(_group(tokens, 512, version=0)).total <= tokens
 
 
+@pytest.mark.parametrize("more", [{}, {"updates_per_step": 2}, {"whiten_advantages": True}])
+def test_a_trainer_that_needs_the_whole_batch_rehearses_as_others_do(base: Any, more: dict[str, Any]) -> None:
+    """It rehearsed nothing: everything was compiled and recorded in its first step."""
+    trainer, passes = Trainer(copy.deepcopy(base), TrainerOptions(0, micro_tokens=600, **more)), list[None]()
+    trainer.on_pass = lambda: passes.append(None)
+    rehearse(trainer)
+    assert len(passes) > 10
+    assert not trainer.waiting
+    assert all(each.grad is None for each in trainer.parameters)
+
+
 def test_a_rehearsed_trainer_makes_the_same_update(base: Any) -> None:
     options = TrainerOptions(max_staleness=0, learning_rate=1e-2, micro_tokens=64)
     groups = groups_of(4, 4)

@@ -3,7 +3,6 @@
 import copy
 import errno
 import socket
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +30,7 @@ from staleflow.types import (
     ToProcess,
     Trained,
 )
-from staleflow.workers.trainer import SAY_S, TrainerWorker, serve
+from staleflow.workers.trainer import TrainerWorker, serve
 from tests.training.test_standby import kept, registry
 from tests.training.test_trainer import base, groups_of
 
@@ -277,24 +276,6 @@ def test_a_trainer_that_comes_to_a_checkpoint_says_so_first(base: Any, tmp_path:
     worker = TrainerWorker(Desk(base).trainer, Desk(base), said.append, save=lambda *_, **__: said.append("writes"))
     worker.handle([Save(str(tmp_path / "a"), {})])
     assert said[:2] == [Moved(0, saves=True), "writes"]
-
-
-def test_one_whose_groups_wait_for_others_does_not_look_after_them(base: Any) -> None:
-    """It looked for work every millisecond of a step, on a core that others need."""
-    desk = Desk(base)
-    said: list[Any] = []
-    desk.trainer = Trainer(copy.deepcopy(base), replace(OPTIONS, shares_gpu=True))
-    desk.worker = TrainerWorker(desk.trainer, desk, said.append)
-    groups = step()
-    desk.worker.handle([Feed(0, groups[:1], missing=3)])
-    assert desk.trainer.waiting
-    assert desk.worker.wait_s == SAY_S
-    desk.worker.handle([])
-    assert (said[-1], desk.worker.wait_s) == (Moved(1), None)
-    desk.worker.handle([Feed(0, groups[1:], missing=0)])
-    assert not desk.trainer.waiting
-    desk.worker.handle([Finish(0, len(groups))])
-    assert desk.newest() == 1
 
 
 def test_one_that_has_nothing_left_to_do_says_so_once(base: Any) -> None:

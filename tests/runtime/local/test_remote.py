@@ -2,17 +2,13 @@
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
-
-import pytest
+from typing import Any
 
 from staleflow.protocol import StalenessLedger
-from staleflow.runtime.feed import TrainerFeed
 from staleflow.runtime.local.remote import RemoteInstance, RemoteTrainer
 from staleflow.servers.journal import MemoryJournal
 from staleflow.servers.trajectories import TrajectoryServer
-from staleflow.types import Cell, Chunk, Costs, Feed, Fence, Finish, InstanceState, Report, Reset, TrajectoryNews
-from tests.servers.small_server import admitted, empty_server, finish
+from staleflow.types import Cell, Chunk, Costs, Fence, Finish, InstanceState, Report, Reset, TrajectoryNews
 
 
 def test_a_trainer_that_takes_over_is_not_told_the_rest_of_a_step_whose_beginning_it_never_heard() -> None:
@@ -29,26 +25,6 @@ def test_a_trainer_that_takes_over_is_not_told_the_rest_of_a_step_whose_beginnin
     trainer.reset()
     trainer.finish(3)
     assert sent == [Reset(), Finish(3)]
-
-
-def test_a_trainer_is_told_how_many_groups_of_its_step_are_still_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Any] = []
-    child = SimpleNamespace(ready=asyncio.Event(), send=sent.append)
-    child.ready.set()
-    server, _ = empty_server(batch=3, staleness=1)
-    monkeypatch.setattr(server, "rows", lambda _: list[Any]())
-    trainer = RemoteTrainer(cast("Any", SimpleNamespace(children={"trainer": child})), server, version=0)
-    trainer.reset()
-    feed = TrainerFeed(server, trainer, "stream", lambda _: None)
-    for _ in range(3):
-        (group,) = admitted(server)
-        finish(server, group)
-        feed.push_on()
-    assert [(each.step, len(each.groups), each.missing) for each in sent if isinstance(each, Feed)] == [
-        (0, 1, 2),
-        (0, 1, 1),
-        (0, 1, 0),
-    ]
 
 
 def test_tokens_that_die_with_an_instance_are_those_made_since_they_were_last_sent() -> None:
