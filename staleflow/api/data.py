@@ -42,6 +42,9 @@ def _parts(data: Mapping[str, Any]) -> tuple[Any, Any]:
     held = [name for name in HELD_OUT if name in data]
     if "train" not in data:
         raise ConfigError(f"data has the parts {', '.join(map(str, data)) or 'none'}: give train, and perhaps held_out")
+    if not held and len(data) > 1:
+        unused = next(name for name in data if name != "train")
+        raise ConfigError(f"data has the part {unused}, which nothing uses: call it held_out, or leave it out")
     return data["train"], data[held[0]] if held else None
 
 

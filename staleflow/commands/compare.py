@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from staleflow.commands.common import (
@@ -110,7 +110,15 @@ def read(options: argparse.Namespace) -> tuple[Comparison, list[str]]:
         faults=options.faults,
         jobs=check_jobs(options.jobs),
     )
-    return comparison, assumptions(config, setting)
+    return comparison, [*in_turn(comparison), *assumptions(config, setting)]
+
+
+def in_turn(comparison: Comparison) -> Iterator[str]:
+    """What is assumed of policies whose GPUs generate and train in turn."""
+    if any(policy.colocated for policy in comparison.policies):
+        changes = comparison.setting.reshard_s
+        said = f", and change roles in {changes:g} s of each step: give cluster.reshard_s" if changes else ""
+        yield f"synchronous uses all GPUs for both in turn, so its GPUs are counted twice{said}"
 
 
 # For people
@@ -124,8 +132,6 @@ def show(comparison: Comparison, rows: Sequence[Row], notes: Sequence[str]) -> N
         f"{len(comparison.seeds)} seeds, {setting.gpus} GPUs, split {splits}. "
         f"No-bubble limit: {comparison.limit:,.0f} tokens/s."
     )
-    if any(policy.colocated for policy in comparison.policies):
-        notes = ("synchronous uses all GPUs for both in turn, so its GPUs are counted twice", *notes)
     for note in notes:
         out.print(f"Note: {note}.")
     for bound in comparison.bounds:

@@ -34,7 +34,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "CONFIG's engine, or by a server that is not ours.",
         allow_abbrev=False,
     )
-    add_settings(parser, LAPTOP)
+    add_settings(parser, OWN_DEFAULT)
     parser.add_argument("--server", metavar="URL", help="such as http://localhost:8000/v1")
     parser.add_argument("--served-model", metavar="NAME", help="its name on the server (default: the first there)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -74,7 +74,8 @@ def evaluated(config: Config, server: str | None, served: str | None, progress: 
         play = played_by(_engine(config, folder), config.environment, task, folder)
         score = partial(play, task.held_out, samples, sampling, lambda: None)
     else:
-        judge = Judge(config.reward, decoder_of(config.data, folder), was_cut(task, config.rollout.stop_strings))
+        cut = was_cut(task, config.rollout.stop_strings)
+        judge = Judge(config.reward, decoder_of(config.data, folder), cut, on_away=progress.say)
         if server is not None:
             answer, by = _server(server, folder, served)
         else:

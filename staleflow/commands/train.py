@@ -64,7 +64,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "Models: Llama, Mistral, Qwen2 and Qwen3 in Hugging Face format.",
         allow_abbrev=False,
     )
-    add_settings(parser, LAPTOP)
+    add_settings(parser, OWN_DEFAULT)
     parser.add_argument("--resume", metavar="RUN", help="continue the run in this directory")
     parser.add_argument(
         "--dry-run",

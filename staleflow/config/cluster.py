@@ -59,6 +59,9 @@ class ClusterOptions(Section):
     """Seconds of the update in each step."""
     push_s: Amount = 0.0
     """Seconds of the push in each step."""
+    reshard_s: Amount = 15.0
+    """Seconds in each step in which GPUs that do both change from rollout to training and back: of the policies that
+    are compared, ``synchronous``. 0 in presets for one machine."""
     weight_bytes: Positive | None = None
     """Bytes that a pull loads; null: four for each parameter."""
     link_bandwidth: Positive = 40e9

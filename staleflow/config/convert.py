@@ -68,7 +68,14 @@ def _expanded(section: Any, *names: str) -> Any:
 
 def to_tree(config: Config) -> dict[str, Any]:
     """All settings as plain values."""
-    return msgspec.to_builtins(config)
+    return _plain(config)
+
+
+def _plain(value: Any) -> Any:
+    """``msgspec.to_builtins`` alone would leave out what a section made by ``msgspec.convert`` has by default."""
+    if not dataclasses.is_dataclass(value):
+        return msgspec.to_builtins(value)
+    return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
 
 
 def leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -16,6 +16,7 @@ PLAIN = "plain"
 LAPTOP = "laptop"
 PAPER = "paper-14b"
 
+ONE_MACHINE: Tree = {"reshard_s": 0.0}
 ARITHMETIC: Tree = {
     "source": "staleflow.tasks.arithmetic:problems",
     "arguments": {"digits": 1, "operations": "+-*"},
@@ -113,7 +114,13 @@ PRESETS: dict[str, Tree] = {
         "training": {"loss": "dapo", "learning_rate": 5e-4, "warmup_steps": 5},
         "evaluation": {"every": 5, "problems": 512},
         # About as measured on two cores (docs/results).
-        "cluster": {"mean_tokens": 23, "trainer_fixed_s": 0.17, "trainer_per_token_gpu_s": 5e-5, "reward_s": 0.03},
+        "cluster": {
+            "mean_tokens": 23,
+            "trainer_fixed_s": 0.17,
+            "trainer_per_token_gpu_s": 5e-5,
+            "reward_s": 0.03,
+            **ONE_MACHINE,
+        },
     },
     "agent": {
         "model": CALCULATOR,
@@ -127,6 +134,7 @@ PRESETS: dict[str, Tree] = {
         "strategies": {"headroom": 120},
         "training": {"loss": "dapo", "learning_rate": 5e-4, "warmup_steps": 5},
         "evaluation": {"every": 5, "problems": 256},
+        "cluster": ONE_MACHINE,
     },
     "arithmetic-smollm": {
         "model": SMOLLM,
@@ -140,6 +148,7 @@ PRESETS: dict[str, Tree] = {
         "strategies": {"headroom": 48},
         "training": {"learning_rate": 2e-5, "warmup_steps": 2, "micro_tokens": 512},
         "evaluation": {"every": 10, "problems": 32},
+        "cluster": ONE_MACHINE,
     },
     "gsm8k-smollm": {
         "model": SMOLLM,
@@ -152,6 +161,7 @@ PRESETS: dict[str, Tree] = {
         "rollout": {"instances": 2, "max_tokens": 256, "max_running": 32, "kv_tokens": 20_480},
         "training": {"learning_rate": 1e-5, "warmup_steps": 5, "micro_tokens": 1024},
         "evaluation": {"every": 20, "problems": 128},
+        "cluster": ONE_MACHINE,
     },
     "one-gpu": {
         "model": SMOLLM,
@@ -178,6 +188,7 @@ PRESETS: dict[str, Tree] = {
             "micro_tokens": 16_384,
         },
         "evaluation": {"every": 10, "problems": 32},
+        "cluster": ONE_MACHINE,
     },
     PLAIN: {},
     **PAPERS,

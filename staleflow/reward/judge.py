@@ -29,11 +29,18 @@ class Judgement(NamedTuple):
 
 
 class Judge:
-    def __init__(self, options: Reward, decoder: str, cut: Callable[[bytes], bool] = lambda _: False) -> None:
-        """``RewardError`` if the function cannot be loaded. ``cut``: whether a length limit ended a response."""
+    def __init__(
+        self,
+        options: Reward,
+        decoder: str,
+        cut: Callable[[bytes], bool] = lambda _: False,
+        on_away: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """``RewardError`` if the function cannot be loaded. ``cut``: whether a length limit ended a response;
+        ``on_away`` is told whenever a service that is away was asked in vain."""
         self._cut = cut
         self._runner = asyncio.Runner()
-        self._pool = RewardPool(options, self._scored, self._failed, decoder=decoder)
+        self._pool = RewardPool(options, self._scored, self._failed, decoder=decoder, on_away=on_away)
         self._judged: dict[str, Judgement | str] = {}
         self._in_a_row = 0
         self._news = asyncio.Event()

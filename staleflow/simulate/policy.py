@@ -14,9 +14,6 @@ from staleflow.protocol import Ledger, StalenessLedger
 from staleflow.runtime.control import ControlPlane
 from staleflow.simulate.setting import Setting, with_strategies
 
-RESHARD_S = 15.0
-"""Assumed: what colocated GPUs need in each step to change from rollout to training and back."""
-
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -43,7 +40,7 @@ class Policy:
             staleness=0,
             instances=max(1, gpus // setting.gpus_per_instance),
             training_gpus=gpus,
-            trainer_fixed_s=setting.trainer_fixed_s + RESHARD_S,
+            trainer_fixed_s=setting.trainer_fixed_s + setting.reshard_s,
         )
 
     @property

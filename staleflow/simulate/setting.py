@@ -73,6 +73,8 @@ class Setting:
     trainer_per_token_gpu_s: float
     trainer_fixed_s: float
     push_s: float
+    reshard_s: float
+    """In each step, where GPUs generate and train in turn."""
     reward_s: float
     reward_success: float
     speed_spread: float

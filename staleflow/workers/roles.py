@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from staleflow.rollout.making import make_engine
 from staleflow.servers.weights import NoStoreError, standby_of
-from staleflow.types import Ready, Setup
+from staleflow.types import Moved, Ready, Setup
 from staleflow.workers.link import Link, Signs
 
 if TYPE_CHECKING:
@@ -209,7 +209,9 @@ def _evaluator(setup: Setup, link: Link) -> Any:
     cut = was_cut(task, config.rollout.stop_strings)
     judge = played = None
     if config.environment.play is None:
-        judge = Judge(config.reward, decoder_of(config.data, Path(setup.model)), cut)
+        judge = Judge(
+            config.reward, decoder_of(config.data, Path(setup.model)), cut, lambda why: link.send(Moved(why=why))
+        )
     else:
         from staleflow.workers.playing import played_by
 

@@ -46,6 +46,16 @@ def test_rows_texts_problems_and_a_dataset_are_written_down(config: sf.Config) -
     assert [each.prompt for each in read_file(texts, answer=None)] == ["one", "two"]
 
 
+def test_a_part_that_nothing_uses_is_refused(config: sf.Config) -> None:
+    """With a misspelt name the run was evaluated on a tenth of its own problems."""
+    rows = [{"prompt": "2 + 2", "answer": "4"}]
+    assert "data has the part heldout, which nothing uses: call it held_out" in refused(
+        with_data, config, {"train": rows, "heldout": rows}
+    )
+    parts = with_data(config, {"train": rows, "test": rows, "unlabelled": rows}).data
+    assert parts.held_out is not None, "a data set may have more parts than a run"
+
+
 def test_a_real_data_set_of_hugging_face_is_its_rows(config: sf.Config) -> None:
     datasets = pytest.importorskip("datasets", reason="needs pip install datasets")
     rows = [{"prompt": [{"role": "user", "content": f"{at}?"}], "answer": str(at)} for at in range(3)]

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import staleflow as sf
-from staleflow.api.train import with_rewards
+from staleflow.api.train import _changes, with_rewards
+from staleflow.config import load
 from staleflow.reward.options import Reward
 from tests.refusals import refused
 from tests.run.test_resuming import tree
@@ -208,3 +209,14 @@ def test_settings_in_a_mapping_are_refused_with_how_to_make_one(command: Any) ->
 )
 def test_an_argument_of_another_kind_is_refused_with_what_to_give(call: Callable[[], object], says: str) -> None:
     assert says in refused(call)
+
+
+def test_what_a_resumed_run_is_to_do_otherwise_is_all_that_differs() -> None:
+    """A setting that one of the two did not name was a KeyError, or its change was dropped without a word."""
+    plain = load("laptop", ["steps=30"])
+    changed = load("laptop", ["steps=30", "evaluation.patience=3", "training.gamma=0.9", "rollout.temperature=0.7"])
+    there = ["rollout.temperature=0.7", "training.gamma=0.9", "evaluation.patience=3"]
+    back = ["rollout.temperature=1.0", "training.gamma=1.0", "evaluation.patience=0"]
+    assert sorted(_changes(plain, changed)) == sorted(there)
+    assert sorted(_changes(changed, plain)) == sorted(back)
+    assert _changes(plain, plain) == []

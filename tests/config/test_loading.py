@@ -4,18 +4,25 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from staleflow.config import PRESETS, Config, ConfigError, differences, load, to_yaml
+from staleflow.config.convert import NAMES, leaves, to_tree
 from staleflow.config.text import parse, render
 from tests.config.settings import as_override, some_settings
 
 
-@given(some_settings())
-@example({"data.answer": "\x85"})
-@example({"data.template": "a\u2028b{prompt}\x85c\u2029"})
+@given(some_settings(), st.sampled_from(["laptop", "plain"]))
+@example({"data.answer": "\x85"}, "laptop")
+@example({"data.template": "a\u2028b{prompt}\x85c\u2029"}, "laptop")
+@example({"rollout.max_tokens": 120, "training.clip_norm": 0.5}, "plain")
 @settings(max_examples=100, deadline=None)
-def test_what_is_written_is_read_back_equal(tmp_path_factory: pytest.TempPathFactory, given: dict[str, Any]) -> None:
-    config = load(None, [as_override(*each) for each in given.items()])
+def test_what_is_written_is_read_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, given: dict[str, Any], preset: str
+) -> None:
+    """And whole: what was left out of a file was read back as another preset has it, by the run's own processes."""
+    config = load(preset, [as_override(*each) for each in given.items()])
+    assert {name for name, _ in leaves(to_tree(config))} == set(NAMES)
     for name, value in given.items():
         found = attrgetter(name)(config)
         assert (list(found) if isinstance(found, tuple) else found) == value

@@ -93,6 +93,16 @@ def test_a_reward_that_hangs_in_an_evaluation_is_named_and_does_not_stop_it() ->
     assert moves
 
 
+def test_a_service_that_is_away_in_an_evaluation_is_said(server: ThreadingHTTPServer) -> None:
+    """The first evaluation of a run waited for five minutes without a word."""
+    address, told = f"http://127.0.0.1:{server.server_port}", list[str]()
+    server.server_close()
+    judge = Judge(Reward(address, patience_s=0.5), decoder="", on_away=told.append)
+    (why,) = judge([(Problem("", {}), (1, 2))], lambda: None)
+    assert "Connection refused" in str(why)
+    assert "Connection refused" in told[0]
+
+
 def test_where_nothing_can_be_scored_the_rest_is_not_waited_for() -> None:
     judge = Judge(Reward("tests.reward.functions:raises_always"), decoder="")
     judged = judge([(Problem("", {}), ())] * (20 * IN_A_ROW), lambda: None)

@@ -12,7 +12,6 @@ from staleflow.protocol.ledger import LedgerError
 from staleflow.simulate import invariants
 from staleflow.simulate.cluster import Cluster
 from staleflow.simulate.lengths import Bimodal
-from staleflow.simulate.policy import RESHARD_S
 from staleflow.simulate.setting import Setting, preset
 from staleflow.simulate.workload import Sampled, Workload
 from staleflow.study.peers import (
@@ -86,7 +85,9 @@ def test_colocated_gpus_do_both_and_pay_for_the_change() -> None:
     cluster = run(named("synchronous"))
     setting = cluster.setting
     assert (setting.instances, setting.training_gpus, setting.staleness) == (14, 14, 0)
-    assert setting.trainer_fixed_s == RESHARD_S
+    assert setting.trainer_fixed_s == setting.reshard_s == 15.0
+    at_home = preset("laptop", "cluster.trainer_fixed_s=0.5")
+    assert named("synchronous").fit(at_home).trainer_fixed_s == 0.5, "nothing changes roles on one machine"
     assert cluster.recorder.token_staleness.keys() == {0}
 
 

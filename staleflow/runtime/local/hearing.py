@@ -140,6 +140,8 @@ class Hearing:
                 self._run.evaluating.asked.back()
             case Evaluated():
                 self._evaluated(message)
+            case Moved(why=why) if why:
+                self._run.incidents.rarely("evaluator", f"the evaluation waits: {why}", self._run.loop.time())
 
     def _evaluated(self, message: Evaluated) -> None:
         run = self._run
