@@ -23,7 +23,7 @@ from staleflow.config.field_names import elsewhere
 from staleflow.config.gpus import GPUS
 from staleflow.config.loading import is_settings_file
 from staleflow.config.machine import cores
-from staleflow.config.presets import LAPTOP, PAPER
+from staleflow.config.presets import LAPTOP, PAPER, PLAIN
 from staleflow.config.text import one_line, render_flow
 from staleflow.errors import ConfigError
 from staleflow.files import write_whole
@@ -86,6 +86,9 @@ def typed() -> str:
     if not path.exists() or shutil.which("staleflow") == str(path):
         return "staleflow"
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+OWN_DEFAULT = f"{LAPTOP}, or {PLAIN} where model= names another model"
 
 
 def add_settings(parser: argparse.ArgumentParser, default: str) -> None:

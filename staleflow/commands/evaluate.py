@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from staleflow.commands.common import Subparsers, add_settings, given_settings
+from staleflow.commands.common import OWN_DEFAULT, Subparsers, add_settings, given_settings
 from staleflow.config import Config
-from staleflow.config.presets import LAPTOP
 from staleflow.errors import ConfigError
 from staleflow.observe.progress import Progress
 from staleflow.rollout.engine import Engine

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow import caller
-from staleflow.commands.common import Subparsers, add_settings, given_settings, typed
+from staleflow.commands.common import OWN_DEFAULT, Subparsers, add_settings, given_settings, typed
 from staleflow.commands.dash import PORT, beside
 from staleflow.config import (
     Config,
