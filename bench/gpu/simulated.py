@@ -14,7 +14,8 @@ between them (``--without``: calls that measured another engine); better of deco
 (``--trace``), which also has what the worker does between two steps and the numbers of sequences between the cells.
 ``--launches``: a step with prefill is not a CUDA graph, and costs this and a price for each token. Of training, the
 synchronous run: nothing else happens meanwhile. ``--pass-s``: each pass takes so much of that, however few tokens it
-has, and passes begin as the real trainer's do where it shares a GPU; ``--at-once``: whenever it is idle.
+has, and passes begin as the real trainer's do where it shares a GPU; ``--at-once``: they began whenever it was idle,
+and *gathered* is what would be otherwise.
 Kernels of different processes do not run at the same time: the card is theirs in turn (*in turn*, ``turns.py``). The
 slice of time is the one number taken from the run with bound 2: how much longer a token took to train there. *As if
 alone* is the prediction without that, *as in bound 2* the one with costs as they were inside that run, whoever else had
@@ -323,6 +324,8 @@ def compare(
     for name, seen in rows.items():
         own = alone(name)
         ways = {"in turn": (own, slice_s, passes), "as if alone": (own, None, passes)}
+        if passes is not None and at_once:
+            ways["gathered"] = (own, slice_s, passes._replace(at_once=False))
         if known.shared is not None:
             ways["as in bound 2"] = (configured(name, known.shared), None, None)
         found[name] = {
