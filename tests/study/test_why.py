@@ -222,7 +222,7 @@ def test_what_ran_when_an_instance_pulled_is_not_that_of_a_moment_before(tmp_pat
 
 
 def test_a_pull_beside_others_is_a_sentence_with_its_commas(tmp_path: Path) -> None:
-    directory, config = recorded(tmp_path / "run", instances=2, **{"cluster.lengths": "constant"})
+    directory, config = recorded(tmp_path / "run", instances=2, training_gpus=32)
     sentences = [ask(directory, config, f"why did instance {at} pull").sentence for at in range(2)]
     assert any(", with 1 other instance, because it held version" in each for each in sentences)
 
