@@ -16,8 +16,9 @@ from pathlib import Path
 from staleflow.files import write_whole
 
 VARIABLE = "STALEFLOW_CALLER"
-RUN, ERROR, REWARDS = "run", "error.json", "rewards"
-"""What is in the folder: the run's directory, why the command failed, and the socket of the program's own rewards."""
+RUN, ERROR, REWARDS, STOPPED = "run", "error.json", "rewards", "stopped"
+"""What is in the folder: the run's directory, why the command failed, the socket of the program's own rewards, and the
+exception for which the program stops the command."""
 
 
 PR_SET_PDEATHSIG = 1
@@ -33,6 +34,14 @@ def end_with_it() -> None:
 def in_folder(name: str) -> Path | None:
     folder = os.environ.get(VARIABLE)
     return Path(folder) / name if folder else None
+
+
+def stopped_by(signalled: str) -> str:
+    """The program rather than the signal, if it sent it because of an exception of its own."""
+    path = in_folder(STOPPED)
+    if signalled == signal.SIGTERM.name and path is not None and path.is_file():
+        return f"the program that called it ({path.read_text(encoding='utf-8')})"
+    return signalled
 
 
 def tell(name: str, text: str) -> bool:

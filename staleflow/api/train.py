@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from staleflow.api.command import Command, caller_folder, configuration
 from staleflow.api.data import with_data
 from staleflow.api.result import Interrupted, Result
 from staleflow.api.steps import Steps
-from staleflow.caller import REWARDS, RUN
+from staleflow.caller import REWARDS, RUN, STOPPED
 from staleflow.config import Config, ConfigError, load, to_yaml
 from staleflow.config.convert import leaves, to_tree
 from staleflow.config.loading import fs_path
@@ -73,7 +73,7 @@ def train(
         else:
             words = ["--resume", os.fspath(resume), *_changes(before, wanted)]
         steps = Steps(folder / RUN, on_step, None if directory is None else directory.metrics)
-        _follow(held.enter_context(Command(["train", *words], folder)), steps)
+        _follow(held.enter_context(Command(["train", *words], folder)), steps, folder)
         result = Result(Path((folder / RUN).read_text()))
     if result.interrupted:
         raise Interrupted(result)
@@ -114,7 +114,7 @@ def _weight(value: Any) -> float:
         raise ConfigError(f"the weight {value!r} of a reward is a {type(value).__name__}: give a number") from None
 
 
-def _follow(command: Command, steps: Steps) -> None:
+def _follow(command: Command, steps: Steps, folder: Path) -> None:
     asked = False
     while True:
         try:
@@ -127,6 +127,10 @@ def _follow(command: Command, steps: Steps) -> None:
             if asked:  # for the second time: it does not wait for its step
                 raise
             asked = True
+        except BaseException as error:  # of on_step: the run that ends for it says so
+            with suppress(OSError):
+                (folder / STOPPED).write_text(type(error).__name__, encoding="utf-8")
+            raise
     try:
         code, _ = command.result()
     except StaleFlowError as error:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from staleflow.dash.run_view import RunView
     from staleflow.dash.server import Dash
 
-PORT = 8060
+PORT, MOST_PORT = 8060, 65535
 MOST_RUNS = 8
 AGAIN_S = 5.0
 END_S = 20.0
@@ -53,8 +53,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port {options.port} is impossible: give one from 1024 to 65535")
+    check_port(options.port)
     if options.token is not None and not (options.token.isascii() and options.token.isalnum()):
         raise ConfigError("--token may have letters and digits only")
     found = [RunDirectory.existing(Path(each)) for each in options.directories or [LATEST]]
@@ -74,6 +73,11 @@ def run(options: argparse.Namespace) -> int:
             threading.Thread(target=lambda: (sys.stdin.read(), dash.stop()), daemon=True).start()
         dash.serve()
     return 0
+
+
+def check_port(port: int) -> None:
+    if not 0 <= port <= MOST_PORT:
+        raise ConfigError(f"--port {port} is impossible: give one from 0 to {MOST_PORT}; 0 is any that is free")
 
 
 def _listening(views: Sequence[RunView], host: str, port: int, token: str, again_s: float) -> Dash:

@@ -28,6 +28,7 @@ from staleflow.config.machine import Machine, this_machine
 from staleflow.config.memory import gigabytes
 from staleflow.config.ray import INSTALL
 from staleflow.rollout.options import ENGINES
+from staleflow.tasks.smollm import INSTALL as SMOLLM
 
 NEEDED = {"torch": "local", "transformers": "local", "safetensors": "local", "tokenizers": "local", "xxhash": "local"}
 OPTIONAL = {
@@ -145,7 +146,7 @@ def _ray() -> dict[str, Any]:
 def _missing(packages: dict[str, str | None]) -> Iterator[Finding]:
     for name, extra in (NEEDED | OPTIONAL).items():
         if packages[name] is None:
-            fix = f"pip install 'staleflow[{extra}]'"
+            fix = SMOLLM if name == "gguf" else f"pip install 'staleflow[{extra}]'"
             yield Finding(name in NEEDED, f"{name} is not installed", fix)
 
 

@@ -81,17 +81,19 @@ def run(options: argparse.Namespace) -> int:
     if "steps" in wanted.names:
         search = replace(search, steps=setting.steps)
     jobs = check_jobs(options.jobs)
+    on_cpu = config.rollout.device == "cpu"
+    unit = "processes" if on_cpu else "GPUs"
+    name = f"the run in {options.run_dir}" if options.run_dir else setting.name
     with refuse_stuck(), Progress("plan") as progress:
-        progress.say(f"simulates {setting.name} on {setting.gpus} GPUs")
+        progress.say(f"simulates {name} on {setting.gpus} {unit}")
         plan = make_plan(setting, search, progress.say, jobs, progress.reach)
     if path:
         write_picture(path, draw(plan))
-    on_cpu = config.rollout.device == "cpu"
     why_not = cannot_train(plan.best.setting, on_cpu, options.nodes or 1)
     if options.json:
         print(json.dumps(as_json(plan) | {"train": train_json(plan, why_not), "notes": notes}, allow_nan=False))
     else:
-        show(plan, notes, why_not, "processes" if on_cpu else "GPUs")
+        show(plan, name, notes, why_not, unit)
     return 0
 
 
@@ -196,15 +198,16 @@ def turn_json(turn: Turn) -> dict[str, Any]:
 # For people
 
 
-def show(plan: Plan, notes: Sequence[str], why_not: str | None, unit: str) -> None:
-    """``unit``: what is divided, GPUs or processes."""
+def show(plan: Plan, name: str, notes: Sequence[str], why_not: str | None, unit: str) -> None:
+    """``name``: what is planned for; ``unit``: what is divided, GPUs or processes."""
+    from rich.markup import escape
     from rich.table import Table
 
     out = console()
     best, setting, terms = plan.best, plan.best.setting, plan.best.law
     out.print(
-        f"Recommended for {plan.start.setting.name} on {plan.start.setting.gpus} {unit}: bound {setting.staleness}, "
-        f"{setting.groups} groups for each step, responses up to {setting.workload.max_tokens:,} tokens, "
+        f"Recommended for {escape(name)} on {plan.start.setting.gpus} {unit} are bound {setting.staleness}, "
+        f"{setting.groups} groups for each step, responses up to {setting.workload.max_tokens:,} tokens, and "
         f"{setting.instances * setting.gpus_per_instance} rollout and {setting.training_gpus} training {unit}. "
         f"Expected: {best.tokens_per_s:,.0f} trained tokens/s, "
         f"{best.tokens_per_s / plan.start.tokens_per_s - 1:+.0%} over the setting as given."

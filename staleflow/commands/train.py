@@ -21,7 +21,7 @@ from typing import Any
 
 from staleflow import caller
 from staleflow.commands.common import OWN_DEFAULT, Subparsers, add_settings, given_settings, typed
-from staleflow.commands.dash import PORT, beside
+from staleflow.commands.dash import PORT, beside, check_port
 from staleflow.config import (
     Config,
     ConfigError,
@@ -80,6 +80,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Under a supervisor, which starts another control plane should this one die; not inside somebody's program."""
+    check_port(options.port)
     if options.is_program and not options.dry_run:
         resumes = Path(options.resume) if options.resume else None
         return supervised(lambda supervisor: _begun(options, supervisor), resumes=resumes)
@@ -216,7 +217,8 @@ def train(
     finally:
         view.close()
     summary |= task.facts()
-    summary |= {"interrupted": run.interrupted, "stopped_by": run.stopped_by, "run": str(directory.path)}
+    by = caller.stopped_by(run.stopped_by)
+    summary |= {"interrupted": run.interrupted, "stopped_by": by, "run": str(directory.path)}
     try:
         directory.write(directory.summary, summary)
     except OSError as error:  # a full disk; the checkpoint is there
@@ -280,16 +282,14 @@ def _warming(step: int, loss: float, out: Output) -> None:
 
 def summary_text(summary: dict[str, Any], directory: RunDirectory) -> str:
     """The result in a few lines for people."""
-    first, last = summary["accuracy_initial"], summary["accuracy_final"]
     lines = [
         f"{summary['steps']} steps in {summary['wall_s']:.0f} s, {summary['trained_tokens_per_s']:,.0f} tokens/s; "
         f"staleness at most {summary['max_staleness']} of {summary['bound']}, {summary['violations']} violations",
         f"trainer idle {summary['trainer_idle']:.0%}, control plane {summary['control_overhead']:.1%} of one core, "
         f"{summary['tokens_wasted']:,} tokens wasted",
     ]
-    if first is not None and last is not None:
-        means = f"accuracy {first:.1%} -> {last:.1%}" if summary["binary"] else f"mean reward {first:.4g} -> {last:.4g}"
-        lines.insert(0, f"held-out {means}")
+    if summary["accuracy_final"] is not None:
+        lines.insert(0, f"held-out {_held_out(summary)}")
     if summary["seconds_to_90"] is not None:
         lines[0] += f" (90 % after {summary['seconds_to_90']:.0f} s)"
     if scaled := summary.get("scaled"):
@@ -307,6 +307,15 @@ def summary_text(summary: dict[str, Any], directory: RunDirectory) -> str:
         lines.append(f"best: {directory.checkpoints / 'best'} ({at})")
     lines.append(f"model: {newest(directory.checkpoints)}")
     return "\n".join(lines)
+
+
+def _held_out(summary: dict[str, Any]) -> str:
+    """Before and after; one figure if there is one evaluation. The step is named where it is not the last one."""
+    name, form = ("accuracy", ".1%") if summary["binary"] else ("mean reward", ".4g")
+    found = summary["accuracy"]
+    before = f"{found[0]['accuracy']:{form}} -> " if len(found) > 1 else ""
+    step = "" if found[-1]["step"] == summary["steps"] else f" (step {found[-1]['step']})"
+    return f"{name} {before}{found[-1]['accuracy']:{form}}{step}"
 
 
 def _resumed(path: Path, source: str | None, changes: list[str]) -> tuple[RunDirectory, Config]:

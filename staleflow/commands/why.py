@@ -17,6 +17,14 @@ from typing import Any
 from staleflow.commands.common import Subparsers, add_run
 from staleflow.run.directory import RunDirectory
 
+TITLES = {
+    "trainer_idle": "trainer idle, share of the time",
+    "trainer_idle_s": "trainer idle in a step",
+    "room": "room for groups, by version",
+    "versions": "instances, by version",
+}
+"""Of facts whose names alone do not say what they are."""
+
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
@@ -53,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 def lines(facts: dict[str, Any], indent: str = "  ") -> Iterator[str]:
     """Facts below each other, their values aligned."""
-    width = max((len(name) for name in facts), default=0)
+    width = max((len(title(name)) for name in facts), default=0)
     for name, value in facts.items():
         label = f"{indent}{title(name):{width}}"
         if isinstance(value, dict) and value and any(isinstance(each, dict) for each in value.values()):
@@ -67,6 +75,8 @@ def lines(facts: dict[str, Any], indent: str = "  ") -> Iterator[str]:
 
 
 def title(name: str) -> str:
+    if name in TITLES:
+        return TITLES[name]
     rate = name.removesuffix("_per_s")
     return (f"{rate} a second" if rate != name else name.removesuffix("_s")).replace("_", " ")
 
@@ -78,7 +88,9 @@ def unit(name: str, value: Any) -> str:
 
 def shown(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{title(name)} {shown(each)}{unit(name, each)}" for name, each in value.items()) or "-"
+        colon = ":" if all(name.isdecimal() for name in value) else ""  # by version
+        pairs = (f"{title(name)}{colon} {shown(each)}{unit(name, each)}" for name, each in value.items())
+        return ", ".join(pairs) or "-"
     if isinstance(value, list):
         return ", ".join(map(shown, value)) or "-"
     if isinstance(value, bool):

@@ -17,6 +17,8 @@ from staleflow.dash.run_view import RunView
 from staleflow.errors import StaleFlowError
 
 Parameters = Mapping[str, str]
+ENDS = "trained", "dropped"
+"""States of a trajectory that ended."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -53,9 +55,12 @@ class Api:
         return self._views[number(asked, "run", 0, 0, len(self._views) - 1)]
 
     def _timeline(self, asked: Parameters) -> Any:
+        begin, end = decimal(asked, "from", 0.0) or 0.0, decimal(asked, "to", None)
+        if end is not None and begin > end:
+            raise BadRequestError(f"from={begin:g} is after to={end:g}: give a time that is no later than the other")
         return self.view(asked).timeline(
-            decimal(asked, "from", 0.0) or 0.0,
-            decimal(asked, "to", None),
+            begin,
+            end,
             number(asked, "columns", 400, 1, 1_000),
             number(asked, "lane", 0, 0, 1_000_000),
             number(asked, "lanes", 32, 1, 128),
@@ -69,7 +74,7 @@ class Api:
 
     def _trajectories(self, asked: Parameters) -> Any:
         return self.view(asked).trajectories(
-            state=asked.get("state", ""),
+            state=one_of(asked, "state", ENDS),
             reason=asked.get("reason", ""),
             step=number(asked, "step", 0, 0, 1 << 31) if asked.get("step") else None,
             name=asked.get("name", ""),
@@ -83,6 +88,13 @@ def number(asked: Parameters, name: str, default: int, least: int, most: int) ->
     if not text.isascii() or not text.isdecimal() or not least <= int(text[:20]) <= most:
         raise BadRequestError(f"{name}={text[:40]} is not possible: give a whole number from {least} to {most}")
     return int(text)
+
+
+def one_of(asked: Parameters, name: str, choices: Sequence[str]) -> str:
+    text = asked.get(name, "")
+    if text and text not in choices:
+        raise BadRequestError(f"{name}={text[:40]} is not possible: give {' or '.join(choices)}, or leave it out")
+    return text
 
 
 def decimal(asked: Parameters, name: str, default: float | None) -> float | None:

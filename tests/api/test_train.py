@@ -110,13 +110,21 @@ def test_what_is_wrong_is_an_exception_and_leaves_nothing(model: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_on_step_that_raises_ends_the_run_in_good_order(model: Path, tmp_path: Path) -> None:
+def test_on_step_that_raises_ends_the_run_in_good_order(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run then said that SIGTERM had stopped it."""
+
     def stop(_row: dict[str, Any]) -> None:
         raise LookupError("enough")
 
     with pytest.raises(LookupError, match="enough"):
         sf.train(configured(model, tmp_path, "steps=1000"), reward=lambda *_: 1.0, data=ROWS, on_step=stop)
-    assert list((tmp_path / "runs" / "latest" / "checkpoints").glob("step-*")), "with a checkpoint"
+    run = tmp_path / "runs" / "latest"
+    assert list((run / "checkpoints").glob("step-*")), "with a checkpoint"
+    by = "the program that called it (LookupError)"
+    assert json.loads((run / "summary.json").read_text())["stopped_by"] == by
+    assert f"stopped by {by}; continue with: " in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """``staleflow runs``: what is in a folder of runs, whatever state they are in."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,28 @@ def test_every_state_is_told_from_the_files(tmp_path: Path, capsys: pytest.Captu
     assert (whole["step"], whole["steps"], whole["accuracy"], whole["reward"]) == (4, 4, 0.75, 0.25)
     assert whole["bytes"] >= alive.config_file.stat().st_size
     assert [found["broken"][key] for key in ("step", "steps", "reward")] == [0, None, None]
+
+
+def test_cleaning_up_and_reading_are_no_change_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every run had "changed" when its lock was taken, or its journal read, and the latest was any of them."""
+    for age, name in enumerate(("newest", "older", "oldest")):
+        run = made(tmp_path, name, 1)
+        (run.path / "events.db.lock").touch()
+        with run.owned():
+            pass
+        for each in run.path.iterdir():
+            os.utime(each, (1e9 - age, 1e9 - age))
+    for path in tmp_path.iterdir():
+        for looked in ("events.db.lock", "events.db-shm", "events.db-wal"):
+            (path / looked).touch()
+    assert main(["clean", "--runs", str(tmp_path), "--cache", str(tmp_path / "none")]) == 0
+    capsys.readouterr()
+    found = shown(tmp_path, capsys)
+    assert [(name, each["changed"]) for name, each in found.items()] == [
+        ("newest", 1e9),
+        ("older", 1e9 - 1),
+        ("oldest", 1e9 - 2),
+    ]
 
 
 @pytest.mark.parametrize("exists", [True, False])

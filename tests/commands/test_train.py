@@ -15,6 +15,7 @@ from staleflow.commands.common import typed
 from staleflow.commands.train import run_once, summary_text
 from staleflow.config import Config, load, to_yaml
 from staleflow.run.directory import RunDirectory
+from staleflow.run.record import Record
 from staleflow.run.state import STATE
 from staleflow.runtime.local.supervisor import NO_ROOM, Supervisor
 from tests.refusals import refused_command
@@ -183,6 +184,31 @@ def test_a_summary_without_an_evaluation_can_be_shown(tmp_path: Path) -> None:
         "tokens_wasted": 0, "seconds_to_90": None, "interrupted": True, "binary": True,
     }  # fmt: skip
     assert "--resume" in summary_text(summary, RunDirectory(tmp_path))
+
+
+def test_a_figure_of_an_earlier_step_is_not_told_as_that_of_the_last_one(tmp_path: Path) -> None:
+    """A run that was stopped before its second evaluation said "held-out accuracy 34.2% -> 34.2%"."""
+    record = Record(bound=2, version=3, seconds=4.0)
+
+    def said() -> str:
+        summary = record.summary({"admitted": 0, "committed": 0, "released": {}}) | {"interrupted": True}  # type: ignore[arg-type]
+        return summary_text(summary, RunDirectory(tmp_path)).splitlines()[0]
+
+    record.evaluated(0, 0.342)
+    assert said() == "held-out accuracy 34.2% (step 0)"
+    record.evaluated(2, 0.5)
+    assert said() == "held-out accuracy 34.2% -> 50.0% (step 2)"
+    record.evaluated(3, 0.625, binary=False)
+    assert said() == "held-out mean reward 0.342 -> 0.625"
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "99999"])
+def test_a_page_that_cannot_be_shown_is_refused_before_the_run_begins(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, port: str
+) -> None:
+    """It trained without the page, and ended as if all were well."""
+    said = refused(capsys, tmp_path / "runs", "--dash", "--port", port)
+    assert f"--port {port} is impossible: give one from 0 to 65535" in said
 
 
 def test_the_page_is_offered_by_a_command_that_works_where_the_run_was_started(

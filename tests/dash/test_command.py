@@ -20,7 +20,7 @@ from tests.dash.recorded import recorded
     ("words", "says"),
     [
         (["nowhere"], "is not a run directory"),
-        (["--port", "70000"], "--port 70000 is impossible"),
+        (["--port", "70000"], "--port 70000 is impossible: give one from 0 to 65535"),
         (["--token", "a b"], "letters and digits"),
     ],
 )

@@ -235,7 +235,8 @@ def test_what_is_shown_of_the_past_adds_up(dash: Dash) -> None:
 @pytest.mark.parametrize(
     "path",
     ["now?run=2", "now?run=-1", "now?run=x", "learning?points=100000", "timeline?columns=0", "timeline?from=x",
-     "timeline?to=1e99", "trajectories?limit=100000", "samples?before=-3", "samples?step=²"],
+     "timeline?to=1e99", "trajectories?limit=100000", "samples?before=-3", "samples?step=²",
+     "trajectories?state=foo", "trajectories?state=Trained", "timeline?from=5&to=1"],
 )  # fmt: skip
 def test_impossible_parameters_are_refused_in_one_line(dash: Dash, path: str) -> None:
     status, body = get(dash, f"/api/{quote(path, safe='?=&')}")

@@ -251,6 +251,8 @@ def test_a_run_is_planned_as_it_was_configured_and_what_is_asked_for_wins(tmp_pa
 def test_a_plan_from_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = run_directory(tmp_path)
     small = ("--jobs", "1", "--gpus", "4", "--steps", "4", "--most-groups", "4")
+    assert main(["plan", "--run-dir", str(folder), *small]) == 0
+    assert f"Recommended for the run in {folder} on 4 " in capsys.readouterr().out.replace("\n", "")
     assert main(["plan", "--json", "--run-dir", str(folder), *small]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["preset"] == "measured run"

