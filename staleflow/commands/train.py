@@ -37,6 +37,7 @@ from staleflow.config.costs import costs_from_geometry
 from staleflow.config.presets import LAPTOP
 from staleflow.errors import INTERRUPTED
 from staleflow.files import no_room
+from staleflow.observe.marks import before_and_after
 from staleflow.observe.output import Output, remark
 from staleflow.reward.function import BAD_REWARD
 from staleflow.reward.options import Reward
@@ -310,12 +311,8 @@ def summary_text(summary: dict[str, Any], directory: RunDirectory) -> str:
 
 
 def _held_out(summary: dict[str, Any]) -> str:
-    """Before and after; one figure if there is one evaluation. The step is named where it is not the last one."""
     name, form = ("accuracy", ".1%") if summary["binary"] else ("mean reward", ".4g")
-    found = summary["accuracy"]
-    before = f"{found[0]['accuracy']:{form}} -> " if len(found) > 1 else ""
-    step = "" if found[-1]["step"] == summary["steps"] else f" (step {found[-1]['step']})"
-    return f"{name} {before}{found[-1]['accuracy']:{form}}{step}"
+    return f"{name} {before_and_after(summary['accuracy'], summary['steps'], lambda value: f'{value:{form}}')}"
 
 
 def _resumed(path: Path, source: str | None, changes: list[str]) -> tuple[RunDirectory, Config]:

@@ -1,8 +1,8 @@
 """Numbers as a person reads them, and bars and sparklines of characters. Any float can be shown."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 
 class Glyphs(NamedTuple):
@@ -62,6 +62,13 @@ def decimal(value: float | None, digits: int = 3) -> str:
     if value is None:
         return "-"
     return f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.2e}" if math.isfinite(value) else number(value)
+
+
+def before_and_after(measured: Sequence[Mapping[str, Any]], step: int, show: Callable[[float], str]) -> str:
+    """The first and the last evaluation, or the only one; its step, unless that is the run's present one."""
+    figures = " -> ".join(show(each["accuracy"]) for each in (measured[0], measured[-1])[-len(measured) :])
+    last = measured[-1]["step"]
+    return figures if last == step else f"{figures} (step {last})"
 
 
 def bar(share: float, width: int, glyphs: Glyphs = UNICODE) -> tuple[str, str]:

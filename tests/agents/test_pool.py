@@ -192,13 +192,17 @@ def test_an_episode_that_loses_its_worker_is_played_again_once() -> None:
     run(main())
 
 
+async def kill_worker(desk: Desk, file: Path) -> None:
+    """The one that plays the episode ``a``, which has begun."""
+    desk.play("cannot be cancelled", "a", file=str(file))
+    await until(lambda: file.exists() and file.read_text() != "")
+    os.kill(int(file.read_text()), signal.SIGKILL)
+
+
 def test_a_worker_that_is_killed_takes_only_its_episodes(tmp_path: Path) -> None:
     async def main() -> None:
-        file = tmp_path / "pid"
         async with Desk() as desk:
-            desk.play("cannot be cancelled", "a", file=str(file))
-            await until(lambda: file.exists() and file.read_text() != "")
-            os.kill(int(file.read_text()), signal.SIGKILL)
+            await kill_worker(desk, tmp_path / "pid")
             assert "SIGKILL" in (await desk.all(1))["a"].why
             assert not desk.again
 
@@ -209,12 +213,9 @@ def test_a_worker_whose_death_is_not_told_yet_gets_no_episode(tmp_path: Path) ->
     """Else whatever begins meanwhile loses its first worker to a death that was over, and each write is a warning."""
 
     async def main() -> None:
-        file = tmp_path / "pid"
         async with Desk() as desk:
-            desk.play("cannot be cancelled", "a", file=str(file))
-            await until(lambda: file.exists() and file.read_text() != "")
+            await kill_worker(desk, tmp_path / "pid")
             (player,) = desk.pool._players  # pyright: ignore[reportPrivateUsage]
-            os.kill(int(file.read_text()), signal.SIGKILL)
             player._reader.feed_eof()  # pyright: ignore[reportPrivateUsage]
             desk.play("fine", "next")
             assert (await desk.all(2))["next"].kind == "scored"

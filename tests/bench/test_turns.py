@@ -176,7 +176,9 @@ def test_results_of_several_days_are_read_and_runs_of_another_kind_are_not() -> 
     assert simulated.written(found, "m", 1) == {"1-batch": row, "2-stream": row}
 
 
-def test_runs_of_which_only_results_are_left_are_predicted_by_a_few_figures(tmp_path: Path) -> None:
+def test_runs_of_which_only_results_are_left_are_predicted_by_a_few_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def written(name: str, values: Any) -> str:
         (tmp_path / name).write_text(json.dumps(values))
         return str(tmp_path / name)
@@ -200,5 +202,14 @@ def test_runs_of_which_only_results_are_left_are_predicted_by_a_few_figures(tmp_
     slower = simulated.main(["--figures", written("slow", slow), *rest, "--keep-figures", kept])
     assert slower["0-batch"]["in turn"]["step_s"]["predicted"] > step_s + 0.3
     assert simulated.main(["--figures", kept, *rest]) == slower
+    capsys.readouterr()
+    passes = simulated.main([*given, "--section", "one day", "--pass-s", "0.1", "--at-once"])
+    alone = 20.0 - 1e5 / 16_384
+    assert f"training alone: {alone:.2f} us a token" in capsys.readouterr().err, "the 20 were measured in full passes"
+    assert all({"in turn", "as if alone", "gathered"} == set(ways) for ways in passes.values())
+    streamed = {way: figures["step_s"]["predicted"] for way, figures in passes["2-stream"].items()}
+    assert streamed["gathered"] < streamed["in turn"], "few passes, in the same slices"
+    gathered = simulated.main([*given, "--section", "one day", "--pass-s", "0.1"])
+    assert "gathered" not in gathered["2-stream"], "that is how they are"
     with pytest.raises(SystemExit, match="2-stream"):
         simulated.main([*given, "--section", "another"])

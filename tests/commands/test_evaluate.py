@@ -1,11 +1,13 @@
 """``staleflow evaluate``: an engine here and a server elsewhere get the same figures for the same model."""
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
 
 from staleflow.cli import main
+from staleflow.observe.progress import Progress
 from staleflow.rollout.engine import EngineError, Request, Sampling
 from staleflow.rollout.server import Server
 from staleflow.tasks import adder
@@ -37,6 +39,17 @@ def test_servers_get_the_figures_of_the_engine(folder: Path, capsys: pytest.Capt
         openai = evaluated(capsys, folder, "--server", f"{url}/v1")
     assert there["figures"] == openai["figures"] == here["figures"]
     assert openai["by"] == f"tiny at {url}/v1"
+
+
+@pytest.mark.processes
+def test_a_reward_service_that_is_away_is_told_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Progress, "say", lambda _, text: said.append(text))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/x"
+    words = ["problems=2", "max_tokens=4", "kv_tokens=512", f"reward.function={address}", "reward.patience_s=0.3"]
+    assert main(["evaluate", f"model={folder}", *words, "--json"]) == 2
+    assert any("did not answer" in line for line in said)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

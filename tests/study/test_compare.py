@@ -37,6 +37,7 @@ def test_the_object_has_the_names_that_outside_checks_rely_on(capsys: pytest.Cap
     result = compare(capsys, "--policies", "all", "--staleness", "1,2", "--seeds", "2")
     assert list(result) == ["preset", "limit_tokens_per_s", "rows", "notes"]
     assert result["preset"] == "paper-14b"
+    assert "change roles in 15 s of each step: give cluster.reshard_s" in result["notes"][0]
     rows = result["rows"]
     assert [(row["staleness"], row["policy"]) for row in rows] == [(b, name) for b in (1, 2) for name in POLICIES]
     for row in rows:

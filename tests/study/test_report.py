@@ -101,8 +101,8 @@ def test_a_report_says_of_which_step_the_last_evaluation_is(tmp_path: Path) -> N
     last = summary["steps"]
     assert told() == ""
     assert told((0, 0.342)) == "34.2 % (step 0)"
-    assert told((0, 0.342), (last, 0.9)) == "34.2 % to 90.0 %"
-    assert told((0, 0.342), (1, 0.9)) == "34.2 % to 90.0 % (step 1)"
+    assert told((0, 0.342), (last, 0.9)) == "34.2 % -&gt; 90.0 %"
+    assert told((0, 0.342), (1, 0.9)) == "34.2 % -&gt; 90.0 % (step 1)"
 
 
 def test_a_run_that_has_only_begun_has_a_report_too(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from staleflow import __version__
 from staleflow.config import Config
 from staleflow.errors import StaleFlowError
-from staleflow.observe.marks import decimal, duration, number, percent
+from staleflow.observe.marks import before_and_after, decimal, duration, number, percent
 from staleflow.observe.metrics import read_metrics
 from staleflow.run.directory import RunDirectory
 from staleflow.run.environment import read_environment
@@ -85,9 +85,7 @@ def _result(run: Listed, summary: Mapping[str, Any], rows: list[dict[str, Any]])
     }
     if measured:
         show = (lambda value: percent(value, 1)) if summary.get("binary", True) else decimal
-        figures = " to ".join(show(each["accuracy"]) for each in (measured[0], measured[-1])[-len(measured) :])
-        at = measured[-1]["step"]
-        found["held-out"] = figures if at == run.step else f"{figures} (step {at})"
+        found["held-out"] = before_and_after(measured, run.step, show)
     if best := summary.get("best"):
         found["best"] = f"{best['figure']} {best['value']:.4g}, step {best['step']}"
     names = {"max_staleness": "oldest token, in steps", "mean_staleness": "staleness of a token, on average"}

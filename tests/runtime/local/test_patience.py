@@ -110,7 +110,7 @@ def test_what_is_expected_soon_ends_the_moment_and_the_next_one_begins_at_its_ti
 
 def test_only_a_patient_loop_is_told_what_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
-    monkeypatch.setattr(PatientLoop, "expect", lambda _, seconds: told.append(seconds))
+    monkeypatch.setattr(PatientSelector, "expect", lambda _, seconds: told.append(seconds))
 
     async def main() -> None:
         expect(0.5)

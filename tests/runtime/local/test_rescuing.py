@@ -13,6 +13,7 @@ from staleflow.runtime.local.hearing import MOST_FAILURES, Hearing
 from staleflow.runtime.local.playing import Playing
 from staleflow.runtime.local.rescuing import STOPPED_S, Interrupted, Rescue
 from staleflow.runtime.local.watching import Watching
+from staleflow.types import Moved
 
 
 def test_a_reward_that_goes_on_failing_does_not_end_the_rescue_of_the_run(tmp_path: Path) -> None:
@@ -35,6 +36,15 @@ def test_a_reward_that_goes_on_failing_does_not_end_the_rescue_of_the_run(tmp_pa
     run.rescue.begun = True
     hearing.reward_failed("p0/1", "MemoryError")
     assert len(failures) == 1
+
+
+def test_an_evaluation_that_waits_for_a_service_says_so_now_and_then() -> None:
+    told: list[tuple[str, str]] = []
+    incidents = SimpleNamespace(rarely=lambda kind, text, _now: told.append((kind, text)))
+    run: Any = SimpleNamespace(loop=SimpleNamespace(time=lambda: 0.0), incidents=incidents)
+    for message in (Moved(), Moved(why="connection refused")):
+        Hearing(run).evaluator(MagicMock(), message)
+    assert told == [("evaluator", "the evaluation waits: connection refused")]
 
 
 def test_a_run_that_is_stopped_on_a_full_disk_does_not_wait_for_room_for_ever() -> None:

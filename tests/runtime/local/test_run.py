@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -203,6 +204,18 @@ def test_a_reward_that_always_fails_ends_the_run_with_one_line(model: Path, tmp_
     config = configured(model, tmp_path, "steps=50", "reward.function=tests.runtime.local.rewards:broken")
     with pytest.raises(RunError, match=r"reward failed 256 times in a row, last: RuntimeError: the service is down"):
         run_once(config, model)
+
+
+@pytest.mark.slow
+def test_a_reward_service_that_is_away_is_told_of_in_the_first_evaluation(model: Path, tmp_path: Path) -> None:
+    """The run was silent for five minutes, and then for five more."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/x"
+    told: list[str] = []
+    config = configured(model, tmp_path, "steps=1", f"reward.function={address}", "reward.patience_s=1")
+    with pytest.raises(RunError, match="the reward service has been away"):
+        run_once(config, model, tell=told.append)
+    assert told[0] == f"the evaluation waits: reward service {address} did not answer: [Errno 111] Connection refused"
     latest = newest(RunDirectory((tmp_path / "latest").resolve()).checkpoints)
     assert latest is not None
     assert wrong_with(latest) == ""
