@@ -4,14 +4,19 @@
     hidden_TH = recording.forward(batch)
     recording.backward(d_hidden_TH)
 
-A recording is made for a power of two of tokens, and for another of keys if prompts are shared. A smaller batch is
-padded with rows that nothing reads: they have no gradient, so they add exactly 0. Recordings share their memory, so the
+A recording has room for so many tokens and rows, and keys if prompts are shared. What a batch leaves free is padded
+with rows that nothing reads: they have no gradient, so they add exactly 0. Recordings share their memory, so the
 backward of a pass must end before the next pass begins.
+
+A pass takes the cheapest recording that it fits in. Making one stops a run for some 0.3 s, so one is made only where a
+pass fits in none, or where passes have lost about as much by taking a larger one; and never more than ``MOST_MADE``.
+Beyond that, what fits in none is not recorded.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -23,22 +28,34 @@ from staleflow.training.decoder import Decoder, Places
 from staleflow.training.micro_batches import MicroBatch, moved
 from staleflow.training.pieces import SPARE, Context, Pieces
 
-FEWEST, MOST = 512, 4096
-"""Tokens of a recording. Above, the GPU's work takes longer than the launches."""
+SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)
+"""Tokens of recordings. Above, the GPU's work takes longer than the launches."""
 SHORTEST = 256
 """Least tokens that a recording allows its longest row."""
-SEEN = 4
+TOKENS_OF_A_ROW = (64, 12, 4)
+"""A recording has room for rows of so many tokens on average: attention is launched for all that there is room for."""
+SEEN = 2
 """Least keys for each token where prompts are shared."""
 KEPT = 3 << 29
 """Most bytes that a recording may keep from forward to backward."""
-TOKENS_OF_A_ROW = 4
-"""A recording has room for rows of this many tokens on average."""
+MOST_MADE = 40
+"""Recordings of one trainer."""
+
+# What passes cost, in tokens: about what an H200 needs with 135M and 0.5B.
+BLOCK = 128
+"""Tokens of a row that attention computes together. It looks at as many blocks of each row as the longest may have, and
+that costs as much as a token, whether there is anything in it or not."""
+KEYS_FOR_A_TOKEN = 16
+"""Keys that cost as much as a token."""
+MAKING = 1 << 16
+"""What making a recording costs."""
 
 
 class Room(NamedTuple):
     """What a recording is made for."""
 
     tokens: int
+    rows: int
     longest: int
     """Most of a piece."""
     keys: int = 0
@@ -47,13 +64,34 @@ class Room(NamedTuple):
     """Most of a piece."""
 
     @classmethod
-    def of(cls, pieces: Pieces) -> Room:
+    def of(cls, pieces: Pieces) -> Room | None:
+        """The smallest that holds them; None: they are too many."""
         used = sum(pieces.lengths)
-        tokens, longest = power_of_two(used, FEWEST), power_of_two(pieces.longest, SHORTEST)
+        tokens = next((size for size in SIZES if size >= used), None)
+        if tokens is None:
+            return None
+        longest, keys, reach = min(tokens, power_of_two(pieces.longest, SHORTEST)), 0, 0
+        if (context := pieces.context) is not None:
+            seen = context.where_K.numel() + tokens - used
+            keys = tokens * rounded(-(-seen // tokens), SEEN)
+            reach = min(tokens, power_of_two(context.longest, longest))
+        rooms = (cls(tokens, tokens // average, longest, keys, reach) for average in TOKENS_OF_A_ROW)
+        return next((room for room in rooms if room.holds(pieces)), None)
+
+    @property
+    def cost(self) -> int:
+        """Of a pass, in tokens."""
+        blocks = self.rows * (self.longest + max(self.longest, self.reach)) // (2 * BLOCK)
+        return self.tokens + blocks + self.keys // KEYS_FOR_A_TOKEN
+
+    def holds(self, pieces: Pieces) -> bool:
+        """Whether they fit, and their padding with them."""
+        rest = self.tokens - sum(pieces.lengths)
+        if pieces.longest > self.longest or padding(rest, self.rows - len(pieces.lengths), self.longest) is None:
+            return False
         if (context := pieces.context) is None:
-            return cls(tokens, longest)
-        keys = power_of_two(context.where_K.numel() + tokens - used, SEEN * tokens)
-        return cls(tokens, longest, keys, power_of_two(context.longest, longest))
+            return not self.keys
+        return context.where_K.numel() + rest <= self.keys and context.longest <= self.reach
 
 
 class Recordings:
@@ -61,32 +99,47 @@ class Recordings:
         self._decoder = decoder
         self._pool = None
         self._made: dict[Room, Recording] = {}
+        self._lost = Counter[Room]()
+        """What passes have cost more than in a recording of this room."""
         self._shares = True
         """Whether passes that share prompts can be recorded here."""
 
     @property
     def most(self) -> int:
         """Tokens of the largest pass that can be recorded; 0: none can."""
-        sizes = [FEWEST << at for at in range((MOST // FEWEST).bit_length())]
-        return max((size for size in sizes if size * self._decoder.kept_bytes <= KEPT), default=0)
+        return max((size for size in SIZES if size * self._decoder.kept_bytes <= KEPT), default=0)
 
     def find(self, batch: MicroBatch) -> Recording | None:
-        """A recording that the batch fits in, made now if needed; None if none can be made."""
+        """A recording that the batch fits in, made now if that is worth it; None if there is none."""
         room = Room.of(batch.pieces)
-        if room.tokens > self.most or starts(batch.pieces.lengths, room.tokens, room.longest) is None:
+        if room is None or room.tokens > self.most or (room.keys and not self._shares):
             return None
-        if room.keys and not self._shares:
+        fitting = min(
+            (each for each in self._made if each.holds(batch.pieces)), key=lambda each: each.cost, default=None
+        )
+        if self._pays(room, fitting):
+            return self._make(room)
+        return None if fitting is None else self._made[fitting]
+
+    def _pays(self, room: Room, fitting: Room | None) -> bool:
+        """Whether to make a recording of this room, where another would do, or none."""
+        if room in self._made or len(self._made) >= MOST_MADE:
+            return False
+        if fitting is None:
+            return True
+        self._lost[room] += fitting.cost - room.cost
+        return self._lost[room] >= MAKING
+
+    def _make(self, room: Room) -> Recording | None:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            self._made[room] = Recording(self._decoder, room, self._pool)
+        except RuntimeError as error:
+            if not room.keys:
+                raise
+            self._shares = False
+            warnings.warn(f"passes that share prompts cannot be recorded here: {line_of(error)}", stacklevel=2)
             return None
-        if room not in self._made:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            try:
-                self._made[room] = Recording(self._decoder, room, self._pool)
-            except RuntimeError as error:
-                if not room.keys:
-                    raise
-                self._shares = False
-                warnings.warn(f"passes that share prompts cannot be recorded here: {line_of(error)}", stacklevel=2)
-                return None
         return self._made[room]
 
 
@@ -123,7 +176,7 @@ def blank(room: Room, device: torch.device) -> Places:
     def zeros(count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int64, device=device)
 
-    begins = starts([], room.tokens, room.longest)
+    begins = starts([], room.tokens, room.rows, room.longest)
     assert begins is not None
     starts_N, context = moved(torch.from_numpy(begins), device), None
     if room.keys:
@@ -140,7 +193,7 @@ def fill(places: Places, batch: MicroBatch) -> None:
     places.predicting_T[:generated].copy_(batch.predicting_T)
     places.predicting_T[generated:].fill_(size - 1)  # the last token predicts none
     own, given = places.pieces, batch.pieces
-    begins = starts(given.lengths, size, own.longest)
+    begins = starts(given.lengths, size, own.starts_N.numel() - 1, own.longest)
     assert begins is not None
     device = places.tokens_L.device
     own.starts_N.copy_(moved(torch.from_numpy(begins), device))
@@ -156,17 +209,30 @@ def fill(places: Places, batch: MicroBatch) -> None:
         back_K[seen:].remainder_(SPARE).add_(size)
 
 
-def starts(lengths: list[int], tokens: int, longest: int) -> np.ndarray | None:
-    """Where each row begins, the given rows first and then padding up to ``tokens``; None if there are too many."""
-    used = sum(lengths)
-    rest = [min(longest, tokens - at) for at in range(used, tokens, longest)]
-    room = tokens // TOKENS_OF_A_ROW
-    if len(lengths) + len(rest) > room:
+def starts(lengths: list[int], tokens: int, rows: int, longest: int) -> np.ndarray | None:
+    """Where each row begins, the given rows first, then padding up to ``tokens``, then empty ones; None if they do not
+    fit."""
+    padded = padding(tokens - sum(lengths), rows - len(lengths), longest)
+    if padded is None:
         return None
-    found = np.full(room + 1, tokens, np.int32)
-    found[: len(lengths) + len(rest) + 1] = np.cumsum([0, *lengths, *rest])
+    found = np.full(rows + 1, tokens, np.int32)
+    found[: len(lengths) + len(padded) + 1] = np.cumsum([0, *lengths, *padded])
     return found
+
+
+def padding(tokens: int, rows: int, longest: int) -> list[int] | None:
+    """So many tokens in at most so many rows, each a block of attention if it can be; None if they do not fit."""
+    if not 0 <= tokens <= rows * longest:
+        return None
+    size = max(min(BLOCK, longest), -(-tokens // max(rows, 1)))
+    return [min(size, tokens - at) for at in range(0, tokens, size)]
 
 
 def power_of_two(count: int, least: int) -> int:
     return max(least, 1 << (count - 1).bit_length())
+
+
+def rounded(count: int, least: int) -> int:
+    """Up to a power of two, or to one and a half times one."""
+    high = power_of_two(count, least)
+    return high * 3 // 4 if high * 3 // 4 >= max(count, least) else high
