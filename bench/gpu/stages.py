@@ -7,11 +7,13 @@
 *Few*: the kernel (``few.cu``) compiled with TRACED, in which every block writes down its own clock at the begin of a
 stage, when its input is there, and at its end; microseconds of a layer, the mean over blocks and layers. *Plain*: the
 kernels of ``cuda.decode`` in a replayed graph, by torch's profiler. Kernels of a chain (``chain.py``) overlap, so there
-it is how much less a step takes if one of them is left out of all layers, in microseconds of a layer.
+it is how much less a step takes if one of them is left out of all layers, in microseconds of a layer, in each of the
+forms that are tried for so many sequences.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench import amounts, kept
 from bench.gpu.lab import Results
 from bench.gpu.tail import Sizes, engine_of
-from staleflow.rollout import chain
+from staleflow.rollout import chain, ways
 from staleflow.rollout.attention import PagedAttention
 from staleflow.rollout.few import MARKS, FewRows, fits
 from staleflow.rollout.model import Model
@@ -77,16 +79,42 @@ def by_stage(trace: Tensor, hertz: float) -> dict[str, float]:
     return found
 
 
+TRIED: dict[str, tuple[tuple[int, int], ...]] = {
+    "qkv": ((32, 1), (32, 2), (64, 1), (64, 2)),
+    "out": ((32, 1), (32, 2), (64, 1), (64, 2)),
+    "up": ((64, 1), (128, 1)),
+    "down": ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)),
+}
+"""Other ways to divide a product where sequences are divided, too."""
+
+
 class Without(chain.Chain):
-    """The chain, or what is left of it without a kind of kernel: its logits mean nothing, its time does."""
+    """A form of the chain, or what is left of it without a kind of kernel: its logits mean nothing, its time does."""
 
-    def __init__(self, model: Model, attention: PagedAttention, kind: str | None) -> None:
+    def __init__(self, model: Model, attention: PagedAttention, form: chain.Form, kind: str | None) -> None:
         super().__init__(model, attention)
-        self._left_out = kind
+        self._form, self._left_out = form, kind
 
-    def links(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, wide: bool) -> list[chain.Link]:
-        every = super().links(given, last, positions, tables, wide)
+    def decode(self, *inputs: Any, **more: Any) -> Tensor:
+        return super().decode(*inputs, **more, form=self._form)
+
+    def links(
+        self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, form: chain.Form
+    ) -> list[chain.Link]:
+        every = super().links(given, last, positions, tables, form)
         return [each for each in every if self._left_out is None or not each.name.startswith(self._left_out)]
+
+
+class Attended:
+    """The plain path with the attention of the chain."""
+
+    def __init__(self, model: Model, attention: PagedAttention) -> None:
+        self._model, self._attention, self._chain = model, attention, chain.Chain(model, attention)
+
+    def decode(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor) -> Tensor:  # noqa: ARG002
+        from staleflow.rollout.cuda import decode
+
+        return decode(self._model, self._attention, given.long(), positions, tables, chain=self._chain)
 
 
 class Bench:
@@ -118,21 +146,37 @@ class Bench:
 
         return captured(lambda: (self.decode(way),), None).graph
 
-    def chain(self, without: str | None = None) -> "Without":
-        return Without(self.model, self.attention, without)
+    def chained(self, form: chain.Form, without: str | None = None) -> float:
+        return milliseconds(self.graph(Without(self.model, self.attention, form, without)))
 
-    def chained(self, without: str | None = None) -> float:
-        return milliseconds(self.graph(self.chain(without)))
+    @property
+    def forms(self) -> dict[str, chain.Form]:
+        """Those that are tried for so many sequences."""
+        there = chain.Chain(self.model, self.attention).forms(
+            self.rows, self.attention.page_size * self.tables.shape[1]
+        )
+        return {name: form for name, form in ways.CHAINED.items() if form in there}
 
-    def changed(self) -> dict[str, float]:
+    def changed(self) -> dict[str, dict[str, float]]:
         """Milliseconds of a step by the chain, as it is and with one of its constants changed."""
-        found = {"as it is": self.chained()}
-        for change in CHANGES:
+        found = {name: self._changed(form, CHANGES) for name, form in self.forms.items() if form != chain.PARTED}
+        if chain.PARTED in self.forms.values():
+            size = chain.rows_of_kernel(self.rows, parted=True)
+            parts = chain.PARTS[size]
+            changes = [
+                {"PARTS": {size: parts | {name: chain.Division(*each)}}} for name, all in TRIED.items() for each in all
+            ]
+            found["chain, parted"] = self._changed(chain.PARTED, changes)
+        return found
+
+    def _changed(self, form: chain.Form, changes: Sequence[dict[str, Any]]) -> dict[str, float]:
+        found = {"as it is": self.chained(form)}
+        for change in changes:
             before = {name: getattr(chain, name) for name in change}
             try:
                 for name, value in change.items():
                     setattr(chain, name, value)
-                found[" ".join(f"{name}={value}" for name, value in change.items())] = self.chained()
+                found[" ".join(f"{name}={value}" for name, value in change.items())] = self.chained(form)
             finally:
                 for name, value in before.items():
                     setattr(chain, name, value)
@@ -145,10 +189,15 @@ class Bench:
         def difference(way: Any) -> float:
             return ((self.decode(way).float() - expected).norm() / expected.norm()).item()
 
-        if chain.fits(self.model.config, self.model.dtype, self.attention.page_size, self.rows):
-            found |= {"chain_difference": difference(self.chain()), "chain_ms": self.chained()}
-            each = 1e3 / len(self.model.layers)
-            found["chain"] = {kind: each * (found["chain_ms"] - self.chained(kind)) for kind in LINKS}
+        each = 1e3 / len(self.model.layers)
+        for name, form in self.forms.items():
+            way = Without(self.model, self.attention, form, None)
+            took = milliseconds(self.graph(way))
+            found |= {f"{name}_difference": difference(way), f"{name}_ms": took}
+            found[name] = {kind: each * (took - self.chained(form, kind)) for kind in LINKS}
+        attended = Attended(self.model, self.attention)
+        found |= {f"{ways.ATTENDED}_ms": milliseconds(self.graph(attended))}
+        found[f"{ways.ATTENDED}_difference"] = difference(attended)
         if fits(self.model.config, self.model.dtype, self.attention.page_size, self.rows):
             few, traced = FewRows(self.model, self.attention), FewRows(self.model, self.attention, traced=True)
             found["few_difference"], found["few_ms"] = difference(few), milliseconds(self.graph(few))

@@ -4,17 +4,18 @@
 //
 //   begin | qkv | attention (chain_attention.cu) | out | up | down | qkv | ...
 //
-// A block has 64 outputs (rows of the matrix) and a range of columns. One thread copies them, 64 columns at a time, into a
-// ring in shared memory; a warpgroup multiplies. Blocks with the other columns of the same outputs are one cluster: they send
-// each other what they found, and each adds up, in a fixed order, the sums of some of the sequences.
+// A block has 64 outputs (rows of the matrix), a range of columns, and a part of the sequences. One thread copies them, 64
+// columns at a time, into a ring in shared memory; a warpgroup multiplies. Blocks with the other columns of the same outputs
+// are in one cluster: they send each other what they found, and each adds up, in a fixed order, the sums of some of the
+// sequences.
 //
 // A norm is divided: who makes the residual also stores it multiplied by the weights of the next norm, and the sum of its
 // squares for each 64 outputs; who reads it multiplies its sums by 1 / root mean square. The residual and products are rounded
 // to bfloat16 where cuda.decode rounds them.
 //
-// chain.py gives the sizes as macros: HIDDEN WIDE HEADS KV_HEADS HEAD_DIM PAGE EPSILON QK_NORM SCALE, ROWS (sequences: 8, 16, 32,
-// 64 or 128), for each product SPLIT_ (blocks of a cluster) and STAGES_ (of the ring), and MANY (sequences from which on
-// sums are sent in one copy).
+// chain.py gives the sizes as macros: HIDDEN WIDE HEADS KV_HEADS HEAD_DIM PAGE EPSILON QK_NORM SCALE, ROWS (sequences), for each
+// product EACH_ (sequences of a part: 8, 16, 32, 64 or 128), SPLIT_ (blocks of a cluster) and STAGES_ (of the ring), and MANY
+// (sequences of a part from which on sums are sent in one copy).
 
 struct Job {
   u16 *x, *scaled, *to;  // the residual, the residual times the next norm's weights, other outputs
@@ -24,10 +25,9 @@ struct Job {
 };
 
 constexpr int TILE = 64, DEPTH = 64, TILES = HIDDEN / TILE;
-constexpr u32 WEIGHTS = TILE * DEPTH * 2, INPUT = ROWS * DEPTH * 2;  // bytes of a stage, for 64 outputs
+constexpr u32 WEIGHTS = TILE * DEPTH * 2;                            // bytes of a stage, for 64 outputs
 constexpr int STRIDE = TILE + 4;                                     // floats of a sequence's sums: no bank twice
 enum Kind { QKV_, OUT, UP };
-static_assert(ROWS <= GROUP, "a thread has one sequence's squares");
 
 DEVICE float all_lanes(float v) {
 #pragma unroll
@@ -35,21 +35,23 @@ DEVICE float all_lanes(float v) {
   return v;
 }
 
-template <Kind KIND, int COLUMNS, int OUTPUTS, int SPLIT, int STAGES_>
+template <Kind KIND, int COLUMNS, int OUTPUTS, int EACH, int SPLIT, int STAGES_>
 struct Product {
-  static constexpr int STEPS = COLUMNS / DEPTH, OWN = ROWS / SPLIT, MINE = over(OWN, GROUP_WARPS), THREADS = GROUP + 32;
-  static constexpr u32 STAGE = WEIGHTS + INPUT;
+  static constexpr int STEPS = COLUMNS / DEPTH, OWN = EACH / SPLIT, MINE = over(OWN, GROUP_WARPS), THREADS = GROUP + 32;
+  static constexpr int TILES_HERE = OUTPUTS / (KIND == UP ? TILE / 2 : TILE);  // of a part
+  static constexpr u32 INPUT = EACH * DEPTH * 2, STAGE = WEIGHTS + INPUT;
   static constexpr bool APART = SPLIT > 1;             // sums come from other blocks, who may not write where the ring is
-  static constexpr bool BULK = APART && ROWS >= MANY;  // sums are laid out first, and sent in one copy for each block
+  static constexpr bool BULK = APART && EACH >= MANY;  // sums are laid out first, and sent in one copy for each block
   static constexpr bool AROUND = over(STEPS, SPLIT) > STAGES_;  // the ring is filled more than once
-  static_assert(APART && !BULK || ROWS * STRIDE * 4 <= STAGES_ * STAGE, "sums take the place of the ring");
+  static_assert(APART && !BULK || EACH * STRIDE * 4 <= STAGES_ * STAGE, "sums take the place of the ring");
   static_assert(STAGES_ > 1, "a stage is given back after the next one is there");
-  static_assert(ROWS % SPLIT == 0, "a block adds up the sums of OWN sequences");
+  static_assert(EACH % SPLIT == 0, "a block adds up the sums of OWN sequences");
+  static_assert(EACH <= GROUP, "a thread has one sequence's squares");
   struct Shared {
     alignas(1024) char ring[STAGES_ * STAGE];
-    alignas(16) float sums[APART ? ROWS * STRIDE : 4];  // of OWN sequences, from every block
+    alignas(16) float sums[APART ? EACH * STRIDE : 4];  // of OWN sequences, from every block
     u64 full[STAGES_], empty[STAGES_], all;
-    float factor[ROWS];
+    float factor[EACH];
   };
 
   // What is multiplied, copied by one thread. Of "up", 32 rows of the gate are followed by the 32 that belong to them.
@@ -63,7 +65,8 @@ struct Product {
   static DEVICE void run(const TensorMap* matrix, const TensorMap* from, const Job& job) {
     Shared& s = *(Shared*)shared_memory();
     int thread = thread_here(), warp = thread / 32, lane = thread % 32;
-    int tile = block_here() / SPLIT, rank = block_here() % SPLIT;
+    int rank = block_here() % SPLIT, cluster = block_here() / SPLIT, tile = cluster % TILES_HERE, part = cluster / TILES_HERE;
+    int first_row = part * EACH + rank * OWN;
     int begin = rank * STEPS / SPLIT, count = (rank + 1) * STEPS / SPLIT - begin, first = count < STAGES_ ? count : STAGES_;
     bool copies = thread == GROUP, multiplies = thread < GROUP;
     let_next_begin();
@@ -73,7 +76,7 @@ struct Product {
       for (int i = 0; i < STAGES_; ++i) gate_init(&s.full[i], 1), gate_init(&s.empty[i], GROUP_WARPS);
       gate_init(&s.all, 1);
       gates_ready();
-      if (APART) gate_expect(&s.all, ROWS * (BULK ? STRIDE : TILE) * 4);
+      if (APART) gate_expect(&s.all, EACH * (BULK ? STRIDE : TILE) * 4);
       for (int i = 0; i < first; ++i) gate_expect(&s.full[i], STAGE), weights(s.ring + i * STAGE, matrix, tile, begin + i, &s.full[i], once);
     }
     meet_warp();
@@ -82,14 +85,14 @@ struct Product {
     if (copies) {
       u64 once = read_once(), often = read_often();
       await_before();
-      for (int i = 0; i < first; ++i) copy_tile(s.ring + i * STAGE + WEIGHTS, from, (begin + i) * DEPTH, 0, &s.full[i], often);
+      for (int i = 0; i < first; ++i) copy_tile(s.ring + i * STAGE + WEIGHTS, from, (begin + i) * DEPTH, part * EACH, &s.full[i], often);
       for (int i = first; i < count; ++i) {
         int stage = i % STAGES_;
         char* to = s.ring + stage * STAGE;
         gate_wait(&s.empty[stage], i / STAGES_ - 1 & 1);
         gate_expect(&s.full[stage], STAGE);
         weights(to, matrix, tile, begin + i, &s.full[stage], once);
-        copy_tile(to + WEIGHTS, from, (begin + i) * DEPTH, 0, &s.full[stage], often);
+        copy_tile(to + WEIGHTS, from, (begin + i) * DEPTH, part * EACH, &s.full[stage], often);
       }
     }
     meet_warp();
@@ -102,16 +105,16 @@ struct Product {
       if (KIND == OUT)
 #pragma unroll
         for (int j = 0; j < MINE; ++j) {
-          int row = rank * OWN + j * GROUP_WARPS + warp;
+          int row = first_row + j * GROUP_WARPS + warp;
           before[j] = j * GROUP_WARPS + warp < OWN && row < job.rows ? read_pair(job.x + row * HIDDEN + output) : 0;
         }
-      else if (thread < job.rows) {
+      else if (thread < EACH && part * EACH + thread < job.rows) {
         float sum = 0;
 #pragma unroll
-        for (int t = 0; t < TILES; ++t) sum += read_float(job.squares + t * ROWS + thread);
+        for (int t = 0; t < TILES; ++t) sum += read_float(job.squares + t * ROWS + part * EACH + thread);
         s.factor[thread] = inverse_root(sum / HIDDEN + EPSILON);
       }
-      float d[ROWS / 2] = {};
+      float d[EACH / 2] = {};
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
         int stage = i % STAGES_;
@@ -129,7 +132,7 @@ struct Product {
       if (!APART || BULK) meet_group();
       float* mine = (float*)s.ring;
 #pragma unroll
-      for (int e = 0; e < ROWS / 2; ++e) {
+      for (int e = 0; e < EACH / 2; ++e) {
         int sequence = e / 4 * 8 + lane % 4 * 2 + e % 2, place = warp * 16 + e % 4 / 2 * 8 + lane / 4;
         if (APART && !BULK) send(s.sums + (rank * OWN + sequence % OWN) * STRIDE + place, d[e], &s.all, sequence / OWN);
         else mine[sequence * STRIDE + place] = d[e];
@@ -145,14 +148,15 @@ struct Product {
       if (KIND == UP)
 #pragma unroll
         for (int j = 0; j < over(OWN, 2 * GROUP_WARPS); ++j) {
-          int own = 2 * (j * GROUP_WARPS + warp) + lane / 16, row = rank * OWN + own;
-          if (own < OWN && row < job.rows) gate(job, sums + own * STRIDE, tile, row, lane % 16, s.factor[row]);
+          int own = 2 * (j * GROUP_WARPS + warp) + lane / 16, row = first_row + own;
+          if (own < OWN && row < job.rows) gate(job, sums + own * STRIDE, tile, row, lane % 16, s.factor[rank * OWN + own]);
         }
       else
 #pragma unroll
         for (int j = 0; j < MINE; ++j) {
-          int own = j * GROUP_WARPS + warp, row = rank * OWN + own;
-          if (own < OWN && row < job.rows) finish(job, sums + own * STRIDE, tile, row, lane, before[j], biased, next, s.factor[row]);
+          int own = j * GROUP_WARPS + warp, row = first_row + own;
+          if (own < OWN && row < job.rows)
+            finish(job, sums + own * STRIDE, tile, row, lane, before[j], biased, next, s.factor[rank * OWN + own]);
         }
     }
     meet_warp();
@@ -207,15 +211,15 @@ struct Product {
   }
 };
 
-#define PRODUCT(NAME, SPLIT, ...)                                                                                \
-  extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(Product<__VA_ARGS__>::THREADS)      \
+#define PRODUCT(NAME, SPLIT, ...)                                                                              \
+  extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(Product<__VA_ARGS__>::THREADS)    \
       NAME(const __grid_constant__ TensorMap matrix, const __grid_constant__ TensorMap from, const __grid_constant__ Job job) { \
     Product<__VA_ARGS__>::run(&matrix, &from, job);                                                              \
   }
-PRODUCT(product_qkv, SPLIT_QKV, QKV_, HIDDEN, QKV, SPLIT_QKV, STAGES_QKV)
-PRODUCT(product_out, SPLIT_OUT, OUT, QUERIES, HIDDEN, SPLIT_OUT, STAGES_OUT)
-PRODUCT(product_up, SPLIT_UP, UP, HIDDEN, WIDE, SPLIT_UP, STAGES_UP)
-PRODUCT(product_down, SPLIT_DOWN, OUT, WIDE, HIDDEN, SPLIT_DOWN, STAGES_DOWN)
+PRODUCT(product_qkv, SPLIT_QKV, QKV_, HIDDEN, QKV, EACH_QKV, SPLIT_QKV, STAGES_QKV)
+PRODUCT(product_out, SPLIT_OUT, OUT, QUERIES, HIDDEN, EACH_OUT, SPLIT_OUT, STAGES_OUT)
+PRODUCT(product_up, SPLIT_UP, UP, HIDDEN, WIDE, EACH_UP, SPLIT_UP, STAGES_UP)
+PRODUCT(product_down, SPLIT_DOWN, OUT, WIDE, HIDDEN, EACH_DOWN, SPLIT_DOWN, STAGES_DOWN)
 
 // The first residual: what the embedding has for each token. A given token -1 - n is the one that was drawn last in row n.
 struct Begin {
@@ -232,6 +236,6 @@ extern "C" __global__ void __launch_bounds__(GROUP) chain_begin(const __grid_con
   for (int tile = warp; tile < TILES; tile += GROUP_WARPS) {
     int output = tile * TILE + 2 * lane;
     u32 x = *(const u32*)(b.embedding + from + output), next = *(const u32*)(b.job.norm + output);
-    Product<OUT, HIDDEN, HIDDEN, 1, STAGES_OUT>::keep(b.job, tile, row, lane, x, next);
+    Product<OUT, HIDDEN, HIDDEN, EACH_OUT, 1, STAGES_OUT>::keep(b.job, tile, row, lane, x, next);
   }
 }

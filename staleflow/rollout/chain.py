@@ -1,4 +1,4 @@
-"""A decoding step of at most 128 sequences as a chain of kernels of which each begins before the last has ended.
+"""A decoding step of at most 256 sequences as a chain of kernels of which each begins before the last has ended.
 
 A block asks for its weights (chain.cu), or for the first of its context (chain_attention.cu), while the kernel before
 finishes. For bfloat16 on compute capability 9.0 (H100, H200) and models whose sizes ``fits`` accepts. The constants
@@ -21,9 +21,9 @@ from staleflow.rollout.model import Layer, Model
 from staleflow.rollout.model_folder import ModelConfig
 from staleflow.rollout.nvrtc import CHAINED, SHARED_MEMORY, checked, compiled, driver, function, launch, load, text_of
 
-SIZES = (8, 16, 32, 64, 128)
-"""Sequences for which there are kernels."""
-MOST_ROWS, ANY_ROWS = SIZES[-1], 0
+SIZES, PARTED_SIZES = (8, 16, 32, 64, 128), (128, 256)
+"""Sequences for which there are kernels: that multiply all of them, and parts of them."""
+MOST_ROWS, ANY_ROWS = PARTED_SIZES[-1], 0
 TILE, DEPTH, GROUP, WARP = 64, 64, 128, 32
 """Outputs and columns that a warpgroup takes at a time; threads that multiply, and those of the copying warp."""
 MEMORY = {2: 114_000, 3: 76_000}
@@ -36,6 +36,8 @@ MANY = 64
 """Sequences from which on a block sends sums in one copy: before, one by one is faster."""
 BLOCKS, CLUSTER = 100, 8
 """Blocks that are enough to keep the memory busy; most blocks of a product's cluster."""
+PARTED_FROM = 65
+"""Sequences from which on it may pay to divide them, too."""
 ATTENDING, LEAST_PIECE, SHORT = 256, 64, 1024
 """Blocks that are enough for attention; tokens of context that one should have; of a context that is short."""
 PIECES, LARGEST = 8, 16
@@ -44,85 +46,123 @@ PRODUCTS, ATTENTION = ("device", "common", "chain"), ("device", "common", "chain
 """Sources of the two programs."""
 
 
+def attends(config: ModelConfig, dtype: torch.dtype, page_size: int) -> bool:
+    """Whether the chain's attention can be used with this model."""
+    _, heads, kv_heads, head_dim = config.geometry
+    possible = head_dim in (64, 128) and heads <= 8 * kv_heads and page_size in (16, 32, 64)
+    return possible and dtype == torch.bfloat16
+
+
 def fits(config: ModelConfig, dtype: torch.dtype, page_size: int, rows: int) -> bool:
     """Whether the chain can decode this number of rows of this model."""
     _, heads, kv_heads, head_dim = config.geometry
     sizes = (config.hidden, config.intermediate, heads * head_dim, (heads + 2 * kv_heads) * head_dim)
-    return (
-        dtype == torch.bfloat16
-        and rows <= MOST_ROWS
-        and head_dim in (64, 128)
-        and heads <= 8 * kv_heads
-        and page_size in (16, 32, 64)
-        and all(size % TILE == 0 for size in sizes)
-    )
+    divides = rows <= MOST_ROWS and all(size % TILE == 0 for size in sizes)
+    return divides and attends(config, dtype, page_size)
 
 
-def rows_of_kernel(rows: int) -> int:
+def rows_of_kernel(rows: int, parted: bool = False) -> int:
     """For which a kernel is compiled that serves this number of rows."""
-    return next(size for size in SIZES if rows <= size)
-
-
-def split_of(columns: int, outputs: int) -> int:
-    """Blocks of a cluster, which divide the columns of the same outputs: what they send each other takes time, too."""
-    split = 1
-    while split < CLUSTER and outputs // TILE * split < BLOCKS and 2 * split <= columns // DEPTH:
-        split *= 2
-    return split
+    return next(size for size in (PARTED_SIZES if parted else SIZES) if rows <= size)
 
 
 def pieces_of(rows: int, kv_heads: int, longest: int, wide: bool = False) -> int:
-    """Into how many pieces each context of at most ``longest`` tokens is cut. The more there are, the longer joining
-    them takes: the third and fourth have to be worth it, and those after them even more."""
-    pieces, most, enough = 1, LARGEST if wide else PIECES, ATTENDING if longest <= SHORT else 2 * ATTENDING
-    while pieces < most and rows * kv_heads * pieces < enough // pieces and 2 * pieces * LEAST_PIECE <= longest:
+    """Into how many pieces each context of at most ``longest`` tokens is cut.
+
+    The more there are, the longer joining them takes. Where no context is long, two are not worth it if every
+    multiprocessor has one; where some may be, everybody waits for the longest. The third and fourth have to be worth
+    it, and those after them even more.
+    """
+    most = LARGEST if wide else PIECES
+    enough, for_two = (ATTENDING, MULTIPROCESSORS) if longest <= SHORT else (2 * ATTENDING, 3 * ATTENDING)
+    pieces = 1
+    while pieces < most and 2 * pieces * LEAST_PIECE <= longest:
+        if rows * kv_heads * pieces >= (for_two if pieces == 1 else enough // pieces):
+            break
         pieces *= 2
     return pieces
 
 
-class Shape(NamedTuple):
-    """How a product is divided."""
+class Form(NamedTuple):
+    """Of the chain: which one is the fastest depends on the model and on how many sequences there are."""
 
+    wide: bool = False
+    """Contexts may be in more pieces."""
+    parted: bool = False
+    """Sequences are divided among blocks, too."""
+
+
+WHOLE, WIDE, PARTED = Form(), Form(wide=True), Form(parted=True)
+
+
+class Division(NamedTuple):
+    """Who multiplies what."""
+
+    each: int
+    """Sequences of a part."""
     split: int
-    """Blocks of a cluster, which divide the columns of the same outputs."""
+    """Blocks that divide the columns of the same outputs; what they send each other takes time, too."""
+
+    @classmethod
+    def of(cls, name: str, columns: int, outputs: int, rows: int, parted: bool) -> "Division":
+        each, most = PARTS[rows][name] if parted else (rows, CLUSTER)
+        split = 1
+        while split < most and 2 * split <= columns // DEPTH and (parted or outputs // TILE * split < BLOCKS):
+            split *= 2
+        return cls(each, split)
+
+
+PARTS = {
+    128: {"qkv": Division(32, 2), "out": Division(32, 2), "up": Division(64, 1), "down": Division(64, 8)},
+    256: {"qkv": Division(64, 2), "out": Division(32, 2), "up": Division(128, 1), "down": Division(64, 4)},
+}
+"""What is best where sequences are divided, by their number."""
+
+
+class Shape(NamedTuple):
+    """How a product is made."""
+
+    division: Division
     tiles: int
     """Of 64 outputs."""
     stages: int
-    rows: int
 
     @classmethod
-    def of(cls, columns: int, outputs: int, rows: int) -> "Shape":
+    def of(cls, name: str, columns: int, outputs: int, rows: int, parted: bool) -> "Shape":
         """With as long a ring as there is room for."""
-        split, stage = split_of(columns, outputs), 2 * DEPTH * (TILE + rows)
-        together = min(max(MEMORY), max(min(MEMORY), -(-outputs // TILE * split // MULTIPROCESSORS)))
-        sums = 4 * (TILE + 4) * rows
-        room = MEMORY[together] - 4 * rows - 32 - (sums if split > 1 else 16)
-        return cls(split, outputs // TILE, max(2, room // (stage + 16), -(-sums // stage)), rows)
+        division = Division.of(name, columns, outputs, rows, parted)
+        each, stage = division.each, 2 * DEPTH * (TILE + division.each)
+        blocks = outputs // TILE * division.split * -(-rows // each)
+        together = min(max(MEMORY), max(min(MEMORY), -(-blocks // MULTIPROCESSORS)))
+        sums = 4 * (TILE + 4) * each
+        room = MEMORY[together] - 4 * each - 32 - (sums if division.split > 1 else 16)
+        return cls(division, outputs // TILE, max(2, room // (stage + 16), -(-sums // stage)))
 
-    @property
-    def blocks(self) -> int:
-        return self.tiles * self.split
+    def blocks(self, rows: int) -> int:
+        return self.tiles * self.division.split * -(-rows // self.division.each)
 
     @property
     def shared_memory(self) -> int:
-        """The ring, sums of other blocks, two gates for each stage, another, and a factor for each row."""
-        sums = 4 * (TILE + 4) * self.rows if self.split > 1 else 16
-        return self.stages * (2 * DEPTH * (TILE + self.rows) + 16) + sums + 8 + 4 * self.rows + 16
+        """The ring, sums of other blocks, two gates for each stage, another, and a factor for each sequence."""
+        each, split = self.division
+        sums = 4 * (TILE + 4) * each if split > 1 else 16
+        return self.stages * (2 * DEPTH * (TILE + each) + 16) + sums + 8 + 4 * each + 16
 
 
-def shapes_of(config: ModelConfig, rows: int) -> dict[str, Shape]:
+def shapes_of(config: ModelConfig, rows: int, parted: bool = False) -> dict[str, Shape]:
     """Of the four products of a layer."""
     _, heads, kv_heads, head_dim = config.geometry
     queries, qkv = heads * head_dim, (heads + 2 * kv_heads) * head_dim
-    return {
-        "qkv": Shape.of(config.hidden, qkv, rows),
-        "out": Shape.of(queries, config.hidden, rows),
-        "up": Shape.of(config.hidden, 2 * config.intermediate, rows),
-        "down": Shape.of(config.intermediate, config.hidden, rows),
+    sizes = {
+        "qkv": (config.hidden, qkv),
+        "out": (queries, config.hidden),
+        "up": (config.hidden, 2 * config.intermediate),
+        "down": (config.intermediate, config.hidden),
     }
+    return {name: Shape.of(name, *each, rows, parted) for name, each in sizes.items()}
 
 
-def macros(config: ModelConfig, page_size: int, rows: int) -> dict[str, str]:
+def macros(config: ModelConfig, page_size: int, rows: int, parted: bool = False) -> dict[str, str]:
     """For the kernels of a number of rows, or with ``ANY_ROWS`` for attention."""
     _, heads, kv_heads, head_dim = config.geometry
     sizes = {
@@ -135,24 +175,32 @@ def macros(config: ModelConfig, page_size: int, rows: int) -> dict[str, str]:
         "QK_NORM": int(config.qk_norm),
     }
     if rows == ANY_ROWS:
-        sizes |= {"MOST_STAGES": MOST_STAGES, "KEPT": attention_kept(config)}
+        few = attention_stages(config, page_size, few=True)
+        sizes |= {"MOST_STAGES": MOST_STAGES, "FEW_STAGES": few, "KEPT": attention_kept(config)}
     else:
         sizes |= {"ROWS": rows, "MANY": MANY}
-        for name, shape in shapes_of(config, rows).items():
-            sizes |= {f"SPLIT_{name.upper()}": shape.split, f"STAGES_{name.upper()}": shape.stages}
+        for name, shape in shapes_of(config, rows, parted).items():
+            made = shape.division._asdict() | {"stages": shape.stages}
+            sizes |= {f"{what}_{name}".upper(): size for what, size in made.items()}
     named = {name: str(size) for name, size in sizes.items()}
     return named | {"EPSILON": f"{config.epsilon:e}f", "SCALE": f"{head_dim**-0.5:e}f"}
 
 
-def attention_stages(config: ModelConfig, page_size: int, rows: int) -> int:
-    """Pages whose keys and values lie in the ring together. Of few sequences many blocks fit on a multiprocessor.
+def crowded(config: ModelConfig, blocks: int, pieces: int) -> bool:
+    """Whether so many blocks of attention are done sooner if more of them fit on a multiprocessor, with short rings.
+    Of contexts in pieces most have little to do, so there have to be more. With large heads rings are short anyway."""
+    return config.geometry[3] == 64 and blocks > MULTIPROCESSORS * (2 if pieces == 1 else 5)
+
+
+def attention_stages(config: ModelConfig, page_size: int, few: bool) -> int:
+    """Pages whose keys and values lie in the ring together; ``few``: so that many blocks fit on a multiprocessor.
 
     Warps take pages in turn. The one that looks at a page has to be the one that looks at the next in its place, which
     it could not tell from the one before if it had not seen that.
     """
     in_turn = max(1, 16 * (GROUP // WARP) // page_size)
     fit = RING_OF_ATTENTION // (4 * config.geometry[3] * page_size)
-    most = min(fit, LEAST_STAGES if rows <= 32 else MOST_STAGES)
+    most = min(fit, LEAST_STAGES if few else MOST_STAGES)
     return max(2, in_turn, most // in_turn * in_turn)
 
 
@@ -253,31 +301,23 @@ def links(
     last: Tensor,
     positions: Tensor,
     tables: Tensor,
-    wide: bool = False,
+    form: Form = WHOLE,
 ) -> list[Link]:
     """The kernels of a step, in order. ``tiles(matrix, rows)``: as ``tiles_of`` describes them."""
-    config, rows, size = model.config, len(positions), rows_of_kernel(len(positions))
-    kv_heads = config.geometry[2]
-    shapes, page, longest = shapes_of(config, size), attention.page_size, tables.shape[1] * attention.page_size
-    pieces = pieces_of(rows, kv_heads, longest, wide)
-    stages = attention_stages(config, page, rows)
-    memory = attention_kept(config) + stages * 4 * config.geometry[3] * page
+    config, rows = model.config, len(positions)
+    shapes = shapes_of(config, rows_of_kernel(rows, form.parted), form.parted)
 
     def job(to: Tensor | None, bias: Tensor | None, norm: Tensor | None) -> Job:
         return Job(*map(_at, (buffers.x, buffers.scaled, to, buffers.squares, bias, norm)), rows)
 
     def product(name: str, matrix: Tensor, source: Tensor, made: Job) -> Link:
         shape = shapes[name]
-        arguments = [tiles(matrix, TILE // 2 if name == "up" else TILE), tiles(source, size), made]
-        return Link(f"product_{name}", shape.blocks, GROUP + WARP, shape.shared_memory, arguments)
+        arguments = [tiles(matrix, TILE // 2 if name == "up" else TILE), tiles(source, shape.division.each), made]
+        return Link(f"product_{name}", shape.blocks(rows), GROUP + WARP, shape.shared_memory, arguments)
 
     def attend(layer: Layer, entries: Tensor) -> Link:
-        pointers = (
-            buffers.qkv, entries, buffers.attended, layer.query_norm, layer.key_norm, *model.turns, positions, tables,
-        )  # fmt: skip
-        context = Context(*map(_at, pointers), entries.shape[1], tables.shape[1], stages)
-        arguments = [tiles(entries.view(-1, entries.shape[2]), page), context]
-        return Link(f"attend_{pieces}", rows * kv_heads * pieces, GROUP + WARP, memory, arguments)
+        passed = buffers.qkv, buffers.attended, positions, tables
+        return attending(model, attention, tiles, layer, entries, *passed, form.wide)
 
     begin = Begin(*map(_at, (model.embedding, given, last)), job(None, None, model.layers[0].attention_norm))
     found = [Link("chain_begin", rows, GROUP, 0, [begin])]
@@ -293,6 +333,34 @@ def links(
     return found
 
 
+def attending(
+    model: Model,
+    attention: PagedAttention,
+    tiles: Any,
+    layer: Layer,
+    entries: Tensor,
+    qkv: Tensor,
+    to: Tensor,
+    positions: Tensor,
+    tables: Tensor,
+    wide: bool = False,
+) -> Link:
+    """Queries and keys of ``qkv`` are normed and rotated, keys and values stored, and attended to."""
+    _, _, kv_heads, head_dim = model.config.geometry
+    rows, page = len(positions), attention.page_size
+    pieces = pieces_of(rows, kv_heads, tables.shape[1] * page, wide)
+    blocks = rows * kv_heads * pieces
+    crowd = crowded(model.config, blocks, pieces)
+    stages = attention_stages(model.config, page, few=rows <= 32 or crowd)
+    pointers = (qkv, entries, to, layer.query_norm, layer.key_norm, *model.turns, positions, tables)
+    context = Context(*map(_at, pointers), entries.shape[1], tables.shape[1], stages)
+    memory = attention_kept(model.config) + stages * 4 * head_dim * page
+    arguments = [tiles(entries.view(-1, entries.shape[2]), page), context]
+    return Link(
+        "attend_crowd" if crowd and pieces == 1 else f"attend_{pieces}", blocks, GROUP + WARP, memory, arguments
+    )
+
+
 def _at(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -300,26 +368,33 @@ def _at(tensor: Tensor | None) -> int:
 class Chain:
     def __init__(self, model: Model, attention: PagedAttention) -> None:
         self._model, self._attention = model, attention
-        self._modules: dict[int, ctypes.c_void_p] = {}
-        self._functions: dict[tuple[int, str], ctypes.c_void_p] = {}
+        self._modules: dict[tuple[int, bool], ctypes.c_void_p] = {}
+        self._functions: dict[tuple[int, bool, str], ctypes.c_void_p] = {}
         self._tiles: dict[tuple[int, int], TensorMap] = {}
 
     @cached_property
     def _buffers(self) -> Buffers:
         return Buffers(self._model, self._attention)
 
-    def fits(self, rows: int) -> bool:
-        return fits(self._model.config, self._model.dtype, self._attention.page_size, rows)
+    def forms(self, rows: int, longest: int) -> list[Form]:
+        """Those that may be the fastest for so many sequences of up to so many tokens, if it can decode them at all."""
+        if not fits(self._model.config, self._model.dtype, self._attention.page_size, rows):
+            return []
+        kv_heads = self._model.config.geometry[2]
+        widens = pieces_of(rows, kv_heads, longest, wide=True) > pieces_of(rows, kv_heads, longest)
+        found = [WHOLE] * (rows <= SIZES[-1]) + [WIDE] * widens
+        return found + [PARTED] * (rows >= PARTED_FROM)
+
+    @property
+    def attends(self) -> bool:
+        """Whether its attention can be used without the rest, for any number of rows."""
+        return attends(self._model.config, self._model.dtype, self._attention.page_size)
 
     def compilations(self, most: int) -> list[Callable[[], bytes]]:
         """What compiles the kernels for up to this number of rows."""
-        sizes = {rows_of_kernel(rows) for rows in range(1, most + 1) if self.fits(rows)}
-        return [partial(self._compiled, size) for size in ([ANY_ROWS, *sizes] if sizes else [])]
-
-    def widens(self, rows: int, longest: int) -> bool:
-        """Whether the wide form cuts contexts of up to so many tokens into more pieces."""
-        kv_heads = self._model.config.geometry[2]
-        return pieces_of(rows, kv_heads, longest, wide=True) > pieces_of(rows, kv_heads, longest)
+        wanted = {(rows, form.parted) for rows in range(1, most + 1) for form in self.forms(rows, 1)}
+        sizes = {(rows_of_kernel(rows, parted), parted) for rows, parted in wanted}
+        return [partial(self._compiled, *size) for size in [(ANY_ROWS, False)] * self.attends + [*sizes]]
 
     def decode(
         self,
@@ -327,35 +402,47 @@ class Chain:
         last: Tensor,
         positions: Tensor,
         tables: Tensor,
-        wide: bool = False,
+        form: Form = WHOLE,
         out: Tensor | None = None,
     ) -> Tensor:
         """Logits of one token of each row: the given one, or for -1 - n the last one of row n."""
         from staleflow.rollout import cuda_kernels as kernels
 
         model, rows = self._model, len(positions)
-        for each in self.links(given, last, positions, tables, wide):
-            kernel = self._function(rows_of_kernel(rows), each)
-            launch(kernel, each.blocks, each.threads, each.shared_memory, each.arguments, CHAINED)
+        for each in self.links(given, last, positions, tables, form):
+            self._launch(rows_of_kernel(rows, form.parted), form.parted, each)
         normed = kernels.add_and_norm(self._buffers.x[:rows], None, model.norm, model.config.epsilon)
         return torch.mm(normed, model.head.t(), out=out)
 
-    def links(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, wide: bool) -> list[Link]:
-        model, attention, buffers = self._model, self._attention, self._buffers
-        return links(model, attention, buffers, self._tiles_of, given, last, positions, tables, wide)
+    def attend(self, layer: Layer, entries: Tensor, qkv: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+        """Attention alone, of one token of each row."""
+        model, attention = self._model, self._attention
+        _, heads, _, head_dim = model.config.geometry
+        to = qkv.new_empty(len(positions), heads * head_dim)
+        link = attending(model, attention, self._tiles_of, layer, entries, qkv, to, positions, tables)
+        self._launch(ANY_ROWS, False, link)
+        return to
 
-    def _compiled(self, size: int) -> bytes:
-        options = macros(self._model.config, self._attention.page_size, size)
+    def links(self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, form: Form) -> list[Link]:
+        model, attention, buffers = self._model, self._attention, self._buffers
+        return links(model, attention, buffers, self._tiles_of, given, last, positions, tables, form)
+
+    def _launch(self, size: int, parted: bool, link: Link) -> None:
+        kernel = self._function(size, parted, link)
+        launch(kernel, link.blocks, link.threads, link.shared_memory, link.arguments, CHAINED)
+
+    def _compiled(self, size: int, parted: bool) -> bytes:
+        options = macros(self._model.config, self._attention.page_size, size, parted)
         text = text_of(*(ATTENTION if size == ANY_ROWS else PRODUCTS))
         return compiled("chain.cu", text, tuple(sorted(options.items())))
 
-    def _function(self, rows: int, link: Link) -> ctypes.c_void_p:
-        size = ANY_ROWS if link.name.startswith("attend") else rows
-        if size not in self._modules:
-            self._modules[size] = load(self._compiled(size))
-        if (size, link.name) not in self._functions:
-            self._functions[size, link.name] = function(self._modules[size], link.name.encode(), SHARED_MEMORY)
-        return self._functions[size, link.name]
+    def _function(self, size: int, parted: bool, link: Link) -> ctypes.c_void_p:
+        which = (ANY_ROWS, False) if link.name.startswith("attend") else (size, parted)
+        if which not in self._modules:
+            self._modules[which] = load(self._compiled(*which))
+        if (*which, link.name) not in self._functions:
+            self._functions[*which, link.name] = function(self._modules[which], link.name.encode(), SHARED_MEMORY)
+        return self._functions[*which, link.name]
 
     def _tiles_of(self, matrix: Tensor, rows: int) -> TensorMap:
         at = matrix.data_ptr(), rows

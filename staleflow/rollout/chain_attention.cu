@@ -38,7 +38,8 @@ DEVICE void take_values(Block& b, const char* page, int first, int valid, int g,
     }
 }
 
-template <int PIECES>
+// SHORT: the ring has FEW_STAGES, so that one more of very many blocks fits on a multiprocessor.
+template <int PIECES, bool SHORT = false>
 struct Attention {
   static constexpr int VALUES = SHARE * HEAD_DIM, OWN = VALUES / PIECES, SENT = OWN + 2 * SHARE, TURNS = over(SHARE + 2, GROUP_WARPS);
   struct Shared {
@@ -52,6 +53,8 @@ struct Attention {
   };
   static_assert(sizeof(Shared) <= KEPT, "the ring is behind it");
   static DEVICE char* ring(Shared& s) { return (char*)&s + over((int)sizeof(Shared), 1024) * 1024; }
+
+  static DEVICE int stages(const Context& c) { return SHORT ? FEW_STAGES : c.stages; }
 
   // The pages of tokens begin to end, by one warp.
   static DEVICE void copy(Shared& s, const TensorMap* map, const Context& c, const int* table, int head, int begin, int end, int lane) {
@@ -71,7 +74,7 @@ struct Attention {
             copy_tile(to + box * PAGE_BYTES, map, box * 64, keys + s.pages[i - at], &s.full[stage], once);
             copy_tile(to + (BOXES + box) * PAGE_BYTES, map, box * 64, values + s.pages[i - at], &s.full[stage], once);
           }
-          if (++stage == c.stages) stage = 0, phase ^= 1;
+          if (++stage == stages(c)) stage = 0, phase ^= 1;
         }
       meet_warp();
     }
@@ -87,7 +90,7 @@ struct Attention {
     int begin = piece * chunk, end = begin + chunk < length ? begin + chunk : length;
     bool last = begin < end && end == length;
     if (thread == GROUP) {
-      for (int i = 0; i < c.stages; ++i) gate_init(&s.full[i], 1), gate_init(&s.empty[i], READERS);
+      for (int i = 0; i < stages(c); ++i) gate_init(&s.full[i], 1), gate_init(&s.empty[i], READERS);
       gate_init(&s.all, 1);
       gates_ready();
       if (PIECES > 1) gate_expect(&s.all, PIECES * SENT * 4);
@@ -132,19 +135,23 @@ struct Attention {
     if (stores) *(uint4x*)(to + KV_HEADS * c.slots * HEAD_DIM + lane * 8) = *(uint4x*)(s.fresh[1] + lane * 8) = value;
     meet_group();
     uint4x asked[HEAD_DIM / 32];
+    auto ask = [&] {
 #pragma unroll
-    for (int d = 0; d < HEAD_DIM / 32; ++d) {
-      asked[d] = {0, 0, 0, 0};
-      if (g < SHARE) asked[d] = tile16((const char*)(s.query + g * QUERY_STRIDE + d * 32 + t * 8));
-    }
+      for (int d = 0; d < HEAD_DIM / 32; ++d) {
+        asked[d] = {0, 0, 0, 0};
+        if (g < SHARE) asked[d] = tile16((const char*)(s.query + g * QUERY_STRIDE + d * 32 + t * 8));
+      }
+    };
+    if (!SHORT) ask();
     Found mine;
 #pragma unroll 1
     for (int block = warp; begin + block * 16 < end; block += GROUP_WARPS) {
-      int first = begin + block * 16, page = block / READERS, stage = page % c.stages;
-      gate_wait(&s.full[stage], page / c.stages & 1);
+      int first = begin + block * 16, page = block / READERS, stage = page % stages(c);
+      gate_wait(&s.full[stage], page / stages(c) & 1);
       const char* here = ring(s) + stage * ENTRIES;
       bool fresh = first <= position && position < first + 16;
       Block b;
+      if (SHORT) ask();  // there are no registers to keep them in
       take_keys(b, here, block % READERS * 16, g, t);
       if (fresh) b.renew_key(position % 16, s.fresh[0], g, t);
       auto values = [&] {
@@ -192,13 +199,15 @@ struct Attention {
   }
 };
 
-#define ATTENTION(NAME, PIECES)                                                                                  \
-  extern "C" __global__ void __cluster_dims__(PIECES, 1, 1) __launch_bounds__(GROUP + 32, HEAD_DIM == 128 ? 2 : 3)                     \
+#define ATTENTION(NAME, PIECES, CROWD, ...)                                                                      \
+  extern "C" __global__ void __cluster_dims__(PIECES, 1, 1) __launch_bounds__(GROUP + 32, CROWD)                 \
       NAME(const __grid_constant__ TensorMap entries, const __grid_constant__ Context context) {                 \
-    Attention<PIECES>::run(&entries, context);                                                                   \
+    Attention<__VA_ARGS__>::run(&entries, context);                                                              \
   }
-ATTENTION(attend_1, 1)
-ATTENTION(attend_2, 2)
-ATTENTION(attend_4, 4)
-ATTENTION(attend_8, 8)
-ATTENTION(attend_16, 16)
+constexpr int USUAL = HEAD_DIM == 128 ? 2 : 3;  // blocks on a multiprocessor, as registers allow
+ATTENTION(attend_1, 1, USUAL, 1)
+ATTENTION(attend_2, 2, USUAL, 2)
+ATTENTION(attend_4, 4, USUAL, 4)
+ATTENTION(attend_8, 8, USUAL, 8)
+ATTENTION(attend_16, 16, USUAL, 16)
+ATTENTION(attend_crowd, 1, HEAD_DIM == 128 ? 2 : 4, 1, true)

@@ -1,8 +1,9 @@
 """Decoding on a GPU: one CUDA graph for a whole step, launched before the tokens of the step before it are looked at.
 
-There are three ways to decode: plainly (``decode``, everywhere), up to 128 rows by a chain of kernels that overlap
-(``chain.py``), and up to 32 by one persistent kernel (``few.py``). When a graph is recorded, all that can are run on
-its first step, and the fastest is taken of those whose logits are the same up to rounding.
+There are four ways to decode: plainly (``decode``, everywhere), the same with the attention of the chain, up to 256
+rows by a chain of kernels that overlap (``chain.py``), and up to 32 by one persistent kernel (``few.py``). When a graph
+is recorded, all that can are run on its first step, and the fastest is taken of those whose logits are the same up to
+rounding.
 
 A graph is recorded once for each size of batch (rounded up) and width of page tables, before an instance is ready if
 its longest sequence is known, and then replayed: a step costs the CPU one launch. Rows that are only there to fill the
@@ -17,7 +18,6 @@ read them, with all its rows or some. ::
 
 import warnings
 from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -33,44 +33,47 @@ from staleflow.rollout import cuda_kernels as kernels
 from staleflow.rollout.attention import PagedAttention
 from staleflow.rollout.chain import Chain
 from staleflow.rollout.few import FewRows
-from staleflow.rollout.model import Model
+from staleflow.rollout.model import Layer, Model
 from staleflow.rollout.nvrtc import supported
 from staleflow.rollout.rows import Ints
+from staleflow.rollout.ways import ATTENDED, CHAINED, FEW, PLAIN, Ways, spread
 
 Floats = npt.NDArray[np.float64]
-PLAIN, CHAINED = "plain", ("chain", "chain, wide")
-FEW = "few, looking at values", "few, at barriers"
-"""Ways to decode. Blocks of few.cu wait for each other in one of two: the second is tried if the first is wrong."""
 TRIALS, DIFFERENCE = 8, 0.15
 """Replays that are timed; the distance of logits, relative to their size, above which one of two ways is wrong.
 Rounding to bfloat16 in another order makes 0.03 to 0.05 on 24 to 28 layers with random weights."""
 
 
-def layers(
-    model: Model,
-    attention: PagedAttention,
-    tokens: Tensor,
-    positions: Tensor,
-    where: Tensor,
-    attend: Callable[[Tensor, Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:
-    """The residual before the last addition and what is to be added. ``where``: as ``rotate_and_store`` has it."""
-    config = model.config
-    _, heads, kv_heads, head_dim = config.geometry
-    page, epsilon = attention.page_size, config.epsilon
+Attend = Callable[[Layer, Tensor, Tensor], Tensor]
+"""What attention makes of queries, keys and values that are neither normed nor rotated, and of a layer's entries, to
+which it adds these keys and values."""
+
+
+def layers(model: Model, attention: PagedAttention, tokens: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+    """The residual before the last addition and what is to be added."""
+    epsilon = model.config.epsilon
     x = functional.embedding(tokens, model.embedding)
     y: Tensor | None = None
     for layer, entries in zip(model.layers, attention.entries, strict=True):
         normed = kernels.add_and_norm(x, y, layer.attention_norm, epsilon)
-        qkv = functional.linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, head_dim)
-        norms = layer.query_norm, layer.key_norm
-        query = kernels.rotate_and_store(qkv, norms, model.turns, positions, where, entries, heads, page, epsilon)
-        y = functional.linear(attend(query, entries), layer.out, layer.out_bias)
+        qkv = functional.linear(normed, layer.qkv, layer.qkv_bias)
+        y = functional.linear(attend(layer, qkv, entries), layer.out, layer.out_bias)
         normed = kernels.add_and_norm(x, y, layer.mlp_norm, epsilon)
         gated = kernels.gate(functional.linear(normed, layer.gate_up, layer.gate_up_bias))
         y = functional.linear(gated, layer.down, layer.down_bias)
     assert y is not None
     return x, y
+
+
+def stored(
+    model: Model, layer: Layer, qkv: Tensor, positions: Tensor, where: Tensor, entries: Tensor, page: int
+) -> Tensor:
+    """Queries, normed and rotated; keys and values are put in their pages. ``where``: see ``rotate_and_store``."""
+    _, heads, kv_heads, head_dim = model.config.geometry
+    qkv, norms = qkv.view(-1, heads + 2 * kv_heads, head_dim), (layer.query_norm, layer.key_norm)
+    return kernels.rotate_and_store(
+        qkv, norms, model.turns, positions, where, entries, heads, page, model.config.epsilon
+    )
 
 
 def logits_of(model: Model, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
@@ -85,14 +88,18 @@ def decode(
     positions: Tensor,
     tables: Tensor,
     out: Tensor | None = None,
+    chain: Chain | None = None,
 ) -> Tensor:
-    """Logits of one token of each row."""
+    """Logits of one token of each row. ``chain``: with its attention."""
     lengths, page = positions + 1, attention.page_size
 
-    def attend(query: Tensor, entries: Tensor) -> Tensor:
+    def attend(layer: Layer, qkv: Tensor, entries: Tensor) -> Tensor:
+        if chain is not None:
+            return chain.attend(layer, entries, qkv, positions, tables)
+        query = stored(model, layer, qkv, positions, tables, entries, page)
         return kernels.attend(query, entries, tables, lengths, page, attention.scale)
 
-    return logits_of(model, *layers(model, attention, tokens, positions, tables, attend), out=out)
+    return logits_of(model, *layers(model, attention, tokens, attend), out=out)
 
 
 class Flight(NamedTuple):
@@ -167,8 +174,7 @@ class DecodeGraphs:
         own = persistent and supported(attention.device)
         self._few = FewRows(model, attention) if own else None
         self._chain = Chain(model, attention) if own else None
-        self._failed: set[str] = set()
-        """The ways that turned out wrong here."""
+        self._ways = Ways(self._few, self._chain)
         self._recorded: dict[tuple[int, int], Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
         device = attention.device
@@ -184,8 +190,9 @@ class DecodeGraphs:
 
     def prepare(self, longest: int = 1) -> None:
         """Record all sizes of batches with contexts up to so many tokens. The ways to decode are compared on contexts
-        half as long as the graph's can be, or as there is memory for. Only the null page is written; it is cleared
-        before, because a prefill leaves anything there, also what is no number and cannot be compared."""
+        of which few are as long as the graph's can be, as in a run: everybody waits for these. Only the null page is
+        written; it is cleared before, because a prefill leaves anything there, also what is no number and cannot be
+        compared."""
         self._attention.clear_pages([self._attention.null_page])
         page, pages, most = self._attention.page_size, self._attention.null_page, len(self._last)
         calls = [call for own in (self._chain, self._few) if own is not None for call in own.compilations(most)]
@@ -195,12 +202,13 @@ class DecodeGraphs:
         between = [narrow << n for n in range(1, wide.bit_length() - narrow.bit_length())]
         for rows in sorted({rows_for(count) for count in range(1, most + 1)}):
             for width in dict.fromkeys((narrow, wide, *between)):  # what is best for both ends is so between them
-                middle = min(width * page // 2, pages * page // rows, len(self._model.turns[0]) - 1)
+                last = min(width * page, 2 * pages * page // rows, len(self._model.turns[0])) - 1
+                positions = torch.from_numpy(spread(rows, last)).to(self._ints.device)
                 self._ints.zero_()
-                self._ints[rows : 2 * rows] = middle
+                self._ints[rows : 2 * rows] = positions
                 tables = self._ints[2 * rows : 2 * rows + rows * width]
                 torch.arange(len(tables), out=tables).remainder_(pages)
-                tables.view(rows, width)[:, middle // page] = pages  # the null page
+                tables.view(rows, width).scatter_(1, positions.long()[:, None] // page, pages)  # the null page
                 self._record(rows, width)
 
     def launch(
@@ -238,40 +246,33 @@ class DecodeGraphs:
         unless one was the fastest with contexts of two other widths."""
         plain = self._capture(rows, width, PLAIN)
         known = [recorded.way for (size, _), recorded in self._recorded.items() if size == rows]
-        if len(known) > 1 and len(set(known)) == 1:
-            ways = [*self._others(rows, width, plain, {known[0]})] or [plain]
-        else:
-            ways = [plain, *self._others(rows, width, plain, {*CHAINED, *FEW})]
+        settled = known[0] if len(known) > 1 and len(set(known)) == 1 else None
+        ways = [*self._others(rows, width, plain, settled)]
+        if settled is None or not ways:
+            ways.append(plain)
         best = ways[0] if len(ways) == 1 else min(ways, key=self._milliseconds)
         self._recorded[rows, width] = best
         return best
 
-    def _others(self, rows: int, width: int, plain: Recorded, wanted: AbstractSet[str]) -> Iterator[Recorded]:
-        """The step decoded in the wanted ones of the other ways, if they give the logits of the plain one."""
-        names = [*FEW] * (self._few is not None and self._few.fits(rows))
-        if self._chain is not None and self._chain.fits(rows):
-            names += CHAINED if self._chain.widens(rows, width * self._attention.page_size) else CHAINED[:1]
-        names = [name for name in names if name in wanted]
-        expected = self._logits(plain) if names else None
-        if expected is None or not torch.isfinite(expected).all():
-            return
-        seen = set[str]()
-        for name in names:
-            kind = "few.cu" if name in FEW else "chain.cu"
-            if name in self._failed or kind in seen:
-                continue
+    def _others(self, rows: int, width: int, plain: Recorded, settled: str | None) -> Iterator[Recorded]:
+        """The step decoded in the other ways that are worth it, if they give the logits of the plain one."""
+        expected: Tensor | None = None
+        for way in self._ways.worth(rows, width * self._attention.page_size, settled):
+            expected = self._logits(plain) if expected is None else expected
+            if not torch.isfinite(expected).all():
+                return
+            kind = "few.cu" if way in FEW else "chain.cu"
             try:
-                other = self._capture(rows, width, name)
+                other = self._capture(rows, width, way)
             except (OSError, RuntimeError) as error:
-                self._failed |= {*CHAINED} if name == CHAINED[0] else {name}
+                self._ways.failed(way)
                 warnings.warn(f"{kind} cannot be used, decoding without it: {error}", stacklevel=2)
                 continue
             if (self._logits(other) - expected).norm() <= DIFFERENCE * expected.norm():
-                seen.add(kind)
                 yield other
             else:
-                self._failed |= {*CHAINED} if name == CHAINED[0] else {name}
-                warnings.warn(f"{kind} is wrong on this GPU ({name}), decoding without it", stacklevel=2)
+                self._ways.failed(way)
+                warnings.warn(f"{kind} is wrong on this GPU ({way}), decoding without it", stacklevel=2)
 
     def _capture(self, rows: int, width: int, way: str) -> Recorded:
         before = self._last.clone()
@@ -304,12 +305,13 @@ class DecodeGraphs:
         tables = self._ints[2 * rows : 2 * rows + rows * width].view(rows, width)
         last = self._last[:rows]
         if way in CHAINED and self._chain is not None:
-            logits = self._chain.decode(given, self._last, positions, tables, way == CHAINED[1], self._out[:rows])
+            logits = self._chain.decode(given, self._last, positions, tables, CHAINED[way], self._out[:rows])
         elif way in FEW and self._few is not None:
             logits = self._few.decode(given, self._last, positions, tables, polled=way == FEW[0])
         else:
             tokens = torch.where(given < 0, self._last[(-1 - given).clamp_min(0)], given.long())
-            logits = decode(self._model, self._attention, tokens, positions, tables, self._out[:rows])
+            chain = self._chain if way == ATTENDED else None
+            logits = decode(self._model, self._attention, tokens, positions, tables, self._out[:rows], chain)
         uniforms, temperatures = self._floats[:rows], self._floats[rows : 2 * rows]
         logprobs = kernels.pick(logits, temperatures, uniforms, last)
         return logits, last, logprobs

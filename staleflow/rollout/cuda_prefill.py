@@ -17,8 +17,8 @@ from torch import Tensor
 
 from staleflow.rollout import cuda_kernels as kernels
 from staleflow.rollout.attention import PagedAttention
-from staleflow.rollout.cuda import Flight, Floats, Recorded, Staging, captured, layers, logits_of
-from staleflow.rollout.model import Model
+from staleflow.rollout.cuda import Flight, Floats, Recorded, Staging, captured, layers, logits_of, stored
+from staleflow.rollout.model import Layer, Model
 from staleflow.rollout.rows import Ints
 from staleflow.rollout.tiles import GRAPHED, Spans, prepared_for, tiled, tiles_for, tokens_for
 
@@ -106,7 +106,8 @@ class PrefillSteps:
         tiles, pages = self._ints[3 * size : end].view(4, -1), self._ints[end:]
         page, scale = self._attention.page_size, self._attention.scale
 
-        def attend(query: Tensor, entries: Tensor) -> Tensor:
+        def attend(layer: Layer, qkv: Tensor, entries: Tensor) -> Tensor:
+            query = stored(self._model, layer, qkv, positions, slots, entries, page)
             return kernels.attend_spans(query, entries, tiles, pages, page, scale)
 
-        return layers(self._model, self._attention, tokens, positions, slots, attend)
+        return layers(self._model, self._attention, tokens, attend)

@@ -135,14 +135,14 @@ def emulated_tiles(matrix: Tensor, rows: int) -> chain.TensorMap:
     return chain.TensorMap(room=(matrix.data_ptr(), columns, outputs, rows))
 
 
-def run_chain(case: Case, library: ctypes.CDLL, seed: int) -> Tensor:
+def run_chain(case: Case, library: ctypes.CDLL, seed: int, form: chain.Form = chain.WHOLE) -> Tensor:
     """Logits by the chain of kernels. What nobody has written is not a number."""
     model, rows = case.model, case.rows
     buffers = chain.Buffers(model, case.attention)
     for buffer in vars(buffers).values():
         buffer.fill_(torch.nan)
     links = chain.links(
-        model, case.attention, buffers, emulated_tiles, case.given, case.last, case.positions, case.tables
+        model, case.attention, buffers, emulated_tiles, case.given, case.last, case.positions, case.tables, form
     )
     made = (_Link * len(links))(*map(_link, links))
     failure: bytes | None = library.emulate(made, len(made), seed)

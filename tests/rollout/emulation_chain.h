@@ -12,7 +12,7 @@ struct Known {
 const Known all[] = {  // with the blocks of a cluster, which __cluster_dims__ says to another compiler
     KNOWN(chain_begin, 1), KNOWN(product_qkv, SPLIT_QKV), KNOWN(product_out, SPLIT_OUT), KNOWN(product_up, SPLIT_UP),
     KNOWN(product_down, SPLIT_DOWN), KNOWN(attend_1, 1), KNOWN(attend_2, 2), KNOWN(attend_4, 4), KNOWN(attend_8, 8),
-    KNOWN(attend_16, 16)};
+    KNOWN(attend_16, 16), KNOWN(attend_crowd, 1)};
 
 extern "C" const char* emulate(const Link* links, int count, u32 seed) {
   constexpr int ROOM = 24;  // blocks

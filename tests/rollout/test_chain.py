@@ -20,13 +20,16 @@ SMALL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192}
 LONG = {"hidden_size": 64, "intermediate_size": 1152, "num_attention_heads": 8, "num_hidden_layers": 1}
 WIDEST = {**SMALL, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
 THIRDS = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6}
+EVEN = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+LARGE_PARTS = {"qkv": (16, 2), "out": (32, 1), "up": (32, 1), "down": (64, 2)}
+SMALL_PARTS = {"qkv": (16, 1), "out": (8, 1), "up": (32, 1), "down": (32, 4)}
 RAGGED = [1, 16, 17, 2, 33, 15, 31, 32, 48]
 BULK = [64, *range(1, 24)]
 """Contexts of more sequences than sums are sent one by one for."""
 
 
 def memory_for(stages: int, rows: int) -> dict[int, int]:
-    """Room for a ring of so many stages, with kernels for so many rows."""
+    """Room for a ring of so many stages, with kernels for so many sequences."""
     stage, sums = 2 * chain.DEPTH * (chain.TILE + rows), 4 * (chain.TILE + 4) * rows
     return dict.fromkeys(chain.MEMORY, stages * (stage + 16) + sums + 4 * rows + 32)
 
@@ -44,7 +47,7 @@ WAITS = {
 """Every kind of wait in the kernels."""
 
 
-def program(case: Case, switched: bool = False) -> ctypes.CDLL:
+def program(case: Case, form: chain.Form = chain.WHOLE, switched: bool = False) -> ctypes.CDLL:
     """The kernels of a case. ``switched``: each kind of wait can be left out (``left_out``, by its place in WAITS)."""
     assert chain.fits(case.model.config, torch.bfloat16, case.page, case.rows)
     text = text_of(*dict.fromkeys([*chain.PRODUCTS[1:], *chain.ATTENTION[1:]]))
@@ -52,8 +55,9 @@ def program(case: Case, switched: bool = False) -> ctypes.CDLL:
         skipped = rf"void(left_out == {number} || (\g<0>, true))"
         text, places = re.subn(rf"\b{wait}(?=;)", skipped, text)
         assert places, "the kernels have no such call"
-    sizes = chain.ANY_ROWS, chain.rows_of_kernel(case.rows)
-    attention, products = (chain.macros(case.model.config, case.page, rows) for rows in sizes)
+    of_model = case.model.config, case.page
+    attention = chain.macros(*of_model, chain.ANY_ROWS)
+    products = chain.macros(*of_model, chain.rows_of_kernel(case.rows, form.parted), form.parted)
     return compiled(case.folder, "chain", 'extern "C" int left_out = -1;\n' + text, attention | products)
 
 
@@ -66,6 +70,13 @@ def program(case: Case, switched: bool = False) -> ctypes.CDLL:
         (THIRDS, [64, *range(1, 38)], 16, {"MEMORY": memory_for(2, 64), "LEAST_PIECE": 16}),
         (SMALL, BULK, 64, {"MANY": 32, "LEAST_PIECE": 16}),
         (WIDEST, [1 + at % 19 for at in range(65)], 16, {}),
+        (
+            EVEN,
+            [1 + at % 19 for at in range(70)],
+            16,
+            {"PARTS": {128: LARGE_PARTS}, "MEMORY": dict.fromkeys((2, 3), 1)},
+        ),
+        (EVEN, [1 + at % 99 for at in range(40)], 16, {"PARTS": {128: SMALL_PARTS}, "MULTIPROCESSORS": 1, "PIECES": 1}),
         pytest.param(
             LONG | {"num_attention_heads": 16},
             [*RAGGED, 129],
@@ -83,6 +94,8 @@ def program(case: Case, switched: bool = False) -> ctypes.CDLL:
         "two-tiles-of-rows",
         "sums-in-one-copy",
         "widest",
+        "parts-in-short-rings",
+        "small-parts-and-a-crowd",
         "short-ring-2-pieces",
         "shorter-ring-undivided",
         "one-long",
@@ -100,15 +113,16 @@ def test_a_step_equals_the_plain_path_whatever_its_timing(
     for name, value in tuned.items():
         monkeypatch.setattr(chain, name, value)
     case = Case(tmp_path, config, lengths, page)
-    exact, library = case.exact(), program(case)
+    form = chain.PARTED if "PARTS" in tuned else chain.WHOLE
+    exact, library = case.exact(), program(case, form)
     before = [entries.clone() for entries in case.attention.entries]
-    found = run_chain(case, library, 1)
+    found = run_chain(case, library, 1, form)
     assert case.equals(found, exact)
     assert case.leaves_others_alone(exact[1])
     after = [entries.clone() for entries in case.attention.entries]
     for seed in (2, 3):
         case.restore(before)
-        assert torch.equal(run_chain(case, library, seed), found)
+        assert torch.equal(run_chain(case, library, seed, form), found)
         assert all(map(torch.equal, case.attention.entries, after))
 
 
@@ -150,20 +164,24 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_every_product_has_all_its_columns_and_room_on_a_multiprocessor(config: ModelConfig) -> None:
     _, heads, _, head_dim = config.geometry
     columns = {"qkv": config.hidden, "out": heads * head_dim, "up": config.hidden, "down": config.intermediate}
-    for rows in chain.SIZES:
-        for name, shape in chain.shapes_of(config, rows).items():
+    for rows, parted in [*((rows, False) for rows in chain.SIZES), *((rows, True) for rows in chain.PARTED_SIZES)]:
+        for name, shape in chain.shapes_of(config, rows, parted).items():
             # a cluster has 1, 2, 4 or 8 blocks, each of which has some of the columns
-            assert shape.split in (1, 2, 4, 8)
-            assert shape.split <= columns[name] // chain.DEPTH
-            assert shape.blocks == shape.tiles * shape.split
+            each, split = shape.division
+            assert split in (1, 2, 4, 8)
+            assert split <= columns[name] // chain.DEPTH
+            for some in (1, each, each + 1, rows):
+                parts = len(range(0, some, each))
+                assert shape.blocks(some) == shape.tiles * split * parts
             # of sixty-four or fewer sequences, two blocks are on a multiprocessor, which keeps 1 KiB for each
             assert shape.shared_memory <= SHARED_MEMORY
             assert rows > 64 or 2 * (shape.shared_memory + 1024) <= 228 * 1024
             # sums take the place of the ring
             assert shape.stages > 1
-            assert shape.stages * 2 * chain.DEPTH * (chain.TILE + rows) >= rows * (chain.TILE + 4) * 4
-        for page in (16, 32, 64):
-            stages = chain.attention_stages(config, page, rows)
+            assert shape.stages * 2 * chain.DEPTH * (chain.TILE + each) >= each * (chain.TILE + 4) * 4
+    for page in (16, 32, 64):
+        for few in (False, True):
+            stages = chain.attention_stages(config, page, few)
             assert 2 <= stages <= chain.MOST_STAGES
             assert stages * page % 64 == 0, "four warps of 16 tokens each come round to the same pages of the ring"
             assert chain.attention_kept(config) + stages * 4 * head_dim * page <= SHARED_MEMORY
@@ -178,4 +196,5 @@ def test_every_context_is_cut_into_pieces_that_are_long_enough(wide: bool) -> No
                 assert pieces in (1, 2, 4, 8, 16)  # there is a kernel for each
                 assert pieces <= (chain.LARGEST if wide else chain.PIECES)
                 assert pieces == 1 or longest // pieces >= chain.LEAST_PIECE
-                assert pieces == 1 or rows * kv_heads * pieces < 4 * chain.ATTENDING
+                assert pieces == 1 or rows * kv_heads * pieces < 6 * chain.ATTENDING
+                assert pieces == 1 or longest > chain.SHORT or rows * kv_heads < chain.MULTIPROCESSORS

@@ -89,6 +89,9 @@ def test_the_kernel_for_few_rows_equals_the_plain_path(tmp_path: Path, rows: int
         (50, "qwen-0.5b", {}),
         (96, "qwen-0.5b", {}),
         (128, "qwen-0.5b", {}),
+        (144, "qwen-0.5b", {"num_hidden_layers": 6}),
+        (256, "qwen-0.5b", {"num_hidden_layers": 6}),
+        (200, "qwen-1.5b", {"num_hidden_layers": 4}),
         (40, "qwen-1.5b", {"num_hidden_layers": 4}),
         (33, "qwen-1.5b", {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 3}),
         (17, "qwen-0.5b", {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": True,
@@ -100,8 +103,23 @@ def test_a_chain_of_kernels_equals_the_plain_path(
 ) -> None:
     case = Decoding(tmp_path, rows, shape, **changes)
     way = chain.Chain(case.model, case.attention)
-    case.holds(way)
-    case.holds(way, wide=True)
+    forms = way.forms(rows, longest=1)
+    assert forms
+    for form in {*forms, chain.WIDE} if rows <= chain.SIZES[-1] else forms:
+        case.holds(way, form=form)
+
+
+@pytest.mark.parametrize(("rows", "shape"), [(48, "qwen-1.5b"), (256, "qwen-0.5b"), (300, "qwen-1.5b")])
+def test_the_attention_of_the_chain_alone_equals_the_plain_path(tmp_path: Path, rows: int, shape: str) -> None:
+    case = Decoding(tmp_path, rows, shape, num_hidden_layers=4)
+    way = chain.Chain(case.model, case.attention)
+
+    class Attended:
+        def decode(self, given: Any, last: Any, positions: Any, tables: Any) -> Any:
+            tokens = last[-1 - given.long()]
+            return cuda.decode(case.model, case.attention, tokens, positions, tables, chain=way)
+
+    case.holds(Attended())
 
 
 def test_ways_to_decode_are_compared_whatever_a_prefill_left_on_the_null_page(tmp_path: Path) -> None:
@@ -144,7 +162,7 @@ def test_a_way_to_decode_that_fails_leaves_the_last_tokens_as_they_were(
 
     monkeypatch.setattr(graphs, "_step", fails)
     with pytest.raises(RuntimeError, match="it cannot be recorded"):
-        graphs._capture(2, 16, cuda.CHAINED[0])
+        graphs._capture(2, 16, "chain")
     assert not graphs._last.any()
 
 
