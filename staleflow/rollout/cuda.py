@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -189,10 +189,8 @@ class DecodeGraphs:
         self._turn = 0
 
     def prepare(self, longest: int = 1) -> None:
-        """Record all sizes of batches with contexts up to so many tokens. The ways to decode are compared on contexts
-        of which few are as long as the graph's can be, as in a run: everybody waits for these. Only the null page is
-        written; it is cleared before, because a prefill leaves anything there, also what is no number and cannot be
-        compared."""
+        """Record all sizes of batches with contexts up to so many tokens. Only the null page is written; it is cleared
+        before, because a prefill leaves anything there, also what is no number and cannot be compared."""
         self._attention.clear_pages([self._attention.null_page])
         page, pages, most = self._attention.page_size, self._attention.null_page, len(self._last)
         calls = [call for own in (self._chain, self._few) if own is not None for call in own.compilations(most)]
@@ -203,13 +201,18 @@ class DecodeGraphs:
         for rows in sorted({rows_for(count) for count in range(1, most + 1)}):
             for width in dict.fromkeys((narrow, wide, *between)):  # what is best for both ends is so between them
                 last = min(width * page, 2 * pages * page // rows, len(self._model.turns[0])) - 1
-                positions = torch.from_numpy(spread(rows, last)).to(self._ints.device)
-                self._ints.zero_()
-                self._ints[rows : 2 * rows] = positions
-                tables = self._ints[2 * rows : 2 * rows + rows * width]
-                torch.arange(len(tables), out=tables).remainder_(pages)
-                tables.view(rows, width).scatter_(1, positions.long()[:, None] // page, pages)  # the null page
-                self._record(rows, width)
+                # logits are compared on contexts that are alike: rows write to the same page
+                self._fill(rows, width, np.full(rows, last // 2))
+                self._record(rows, width, partial(self._fill, rows, width, spread(rows, last)))
+
+    def _fill(self, rows: int, width: int, positions: Ints) -> None:
+        """Inputs of a step that writes to the null page alone."""
+        page, pages = self._attention.page_size, self._attention.null_page
+        self._ints.zero_()
+        self._ints[rows : 2 * rows] = torch.from_numpy(positions)
+        tables = self._ints[2 * rows : 2 * rows + rows * width]
+        torch.arange(len(tables), out=tables).remainder_(pages)
+        tables.view(rows, width).scatter_(1, self._ints[rows : 2 * rows].long()[:, None] // page, pages)
 
     def launch(
         self,
@@ -241,15 +244,17 @@ class DecodeGraphs:
         logits, drawn, logprobs = recorded.outputs
         return staging.bring_back(count, logits, drawn, logprobs)
 
-    def _record(self, rows: int, width: int) -> Recorded:
+    def _record(self, rows: int, width: int, lengthen: Callable[[], None] = lambda: None) -> Recorded:
         """The step as a graph, decoded in the fastest way. Its inputs are there already: the ways are tried on them,
-        unless one was the fastest with contexts of two other widths."""
+        unless one was the fastest with contexts of two other widths. ``lengthen``: puts those there on which they are
+        timed."""
         plain = self._capture(rows, width, PLAIN)
         known = [recorded.way for (size, _), recorded in self._recorded.items() if size == rows]
         settled = known[0] if len(known) > 1 and len(set(known)) == 1 else None
         ways = [*self._others(rows, width, plain, settled)]
         if settled is None or not ways:
             ways.append(plain)
+        lengthen()
         best = ways[0] if len(ways) == 1 else min(ways, key=self._milliseconds)
         self._recorded[rows, width] = best
         return best

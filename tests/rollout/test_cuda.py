@@ -122,6 +122,7 @@ def test_the_attention_of_the_chain_alone_equals_the_plain_path(tmp_path: Path, 
     case.holds(Attended())
 
 
+@pytest.mark.filterwarnings("error")
 def test_ways_to_decode_are_compared_whatever_a_prefill_left_on_the_null_page(tmp_path: Path) -> None:
     """They were not where that was no number, and the plain way was taken."""
     case = Decoding(tmp_path, 2)
@@ -134,6 +135,17 @@ def test_ways_to_decode_are_compared_whatever_a_prefill_left_on_the_null_page(tm
     assert {recorded.way for recorded in graphs._recorded.values()} != {cuda.PLAIN}
 
 
+@pytest.mark.filterwarnings("error")
+def test_all_ways_agree_on_the_contexts_on_which_they_are_compared(tmp_path: Path) -> None:
+    """Rows of different lengths wrote to each other's place on the null page, and every other way was called wrong."""
+    case = Decoding(tmp_path, 256, num_hidden_layers=4)
+    graphs = cuda.DecodeGraphs(case.model, case.attention, most_rows=256, most_pages=64)
+    graphs.prepare(longest=2048)
+    assert len(graphs._recorded) == 3 * len({cuda.rows_for(rows) for rows in range(1, 257)})
+    assert cuda.PLAIN not in {recorded.way for recorded in graphs._recorded.values()}
+
+
+@pytest.mark.filterwarnings("error")
 def test_steps_of_any_width_up_to_the_longest_are_recorded_before_the_first(tmp_path: Path) -> None:
     """A step of a width that was new took a twentieth of a second, in the middle of a run."""
     case = Decoding(tmp_path, 4)
