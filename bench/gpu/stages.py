@@ -2,6 +2,7 @@
 
     python bench/gpu/stages.py --output stages.json         # about 2 minutes on an H200
     python bench/gpu/stages.py --changes                    # the chain with one of its constants changed
+    python bench/gpu/stages.py --rows 64 256 --longest 2000   # one context has 2,000 tokens, and most 100 to 300
     python bench/gpu/stages.py --smoke                      # the arithmetic of it, without a GPU
 
 *Few*: the kernel (``few.cu``) compiled with TRACED, in which every block writes down its own clock at the begin of a
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,16 +119,25 @@ class Attended:
         return decode(self._model, self._attention, given.long(), positions, tables, chain=self._chain)
 
 
-class Bench:
-    """A model with random weights and contexts of the same length."""
+def skewed(rows: int, longest: int) -> np.ndarray:
+    """Lengths of contexts as a run has them: lognormal, 200 on average, one the longest and one half as long."""
+    drawn = np.random.default_rng(0).lognormal(np.log(200) - 0.5, 1.0, rows)
+    lengths = np.clip(drawn, min(20, longest), longest).astype(int)
+    lengths[:2] = [longest, longest // 2][:rows]
+    return lengths
 
-    def __init__(self, shape: str, rows: int, context: int) -> None:
+
+class Bench:
+    """A model with random weights and contexts of the same length, or of lengths up to that."""
+
+    def __init__(self, shape: str, rows: int, context: int, uneven: bool = False) -> None:
         engine = engine_of(Sizes(), shape, 1, 4096 + rows * (context + 64), "plain")
         self.model, self.attention = engine.model, engine.attention
         page, device = self.attention.page_size, self.attention.device
         pages = -(-context // page)
         self.tables = torch.arange(rows * pages, dtype=torch.int32, device=device).view(rows, pages)
-        self.positions = torch.full((rows,), context - 1, dtype=torch.int32, device=device)
+        lengths = skewed(rows, context) if uneven else np.full(rows, context)
+        self.positions = torch.tensor(lengths - 1, dtype=torch.int32, device=device)
         self.given = torch.arange(rows, dtype=torch.int32, device=device) + 5
         self.last = torch.zeros(rows, dtype=torch.int64, device=device)
         for entries in self.attention.entries:
@@ -246,21 +257,23 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--changes", action="store_true", help="only the chain, with one of its constants changed")
     parser.add_argument("--shapes", nargs="+", default=["qwen-1.5b", "qwen-0.5b"])
     parser.add_argument("--rows", type=amounts.count, nargs="+", default=[1, 8, 16, 32, 64, 128])
-    parser.add_argument("--contexts", type=amounts.count, nargs="+", default=[512])
+    parser.add_argument("--contexts", type=amounts.count, nargs="+", help="all of a length (512)")
+    parser.add_argument("--longest", type=amounts.count, nargs="+", default=[], help="of lengths up to this")
     given = parser.parse_args(arguments)
     results = Results(given.output)
     results.head()
     if given.smoke:
         results.measure("smoke", smoke)
         return results.found
+    kind = "changed" if given.changes else "cell"
+    contexts = [(length, False) for length in given.contexts or ([] if given.longest else [512])]
+    contexts += [(length, True) for length in given.longest]
     for shape in given.shapes:
         for rows in given.rows:
-            for context in given.contexts:
-                name, kind = f"{shape} {rows} x {context}", "changed" if given.changes else "cell"
-                results.measure(
-                    f"{name}, changed" if given.changes else name,
-                    lambda at=(shape, rows, context), kind=kind: getattr(Bench(*at), kind)(),
-                )
+            for length, uneven in contexts:
+                name = f"{shape} {rows} x {'up to ' * uneven}{length}{', changed' * given.changes}"
+                at = (shape, rows, length, uneven)
+                results.measure(name, lambda at=at: getattr(Bench(*at), kind)())
     return results.found
 
 

@@ -94,7 +94,7 @@ class Engines(Section):
     kv_on_pull: Literal["recompute", "keep"] = "recompute"
     """What happens to the KV memory of running responses when new weights are pulled."""
     persistent_kernel: bool = True
-    """On an H100 or H200, decode steps of at most 128 responses by kernels made for few where those are faster."""
+    """On an H100 or H200, decode by kernels of our own where those are faster than PyTorch's."""
 
 
 @dataclass(frozen=True)

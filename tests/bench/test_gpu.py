@@ -35,6 +35,15 @@ def test_the_time_of_a_layer_is_that_of_its_stages() -> None:
     assert stages_only <= found["a layer"]
 
 
+@pytest.mark.parametrize(("rows", "longest"), [(1, 900), (2, 15), (64, 2000), (256, 3500)])
+def test_contexts_as_in_a_run_are_short_but_for_the_longest(rows: int, longest: int) -> None:
+    lengths = stages.skewed(rows, longest)
+    assert len(lengths) == rows
+    assert lengths.max() == lengths[0] == longest
+    assert lengths.min() > 0
+    assert rows < 64 or 150 < lengths.mean() < 300
+
+
 def test_presets_gain_from_faster_decoding_where_few_sequences_run_and_nowhere_else(tmp_path: Path) -> None:
     (row,) = presets.main(["--smoke", "--json", str(tmp_path / "presets.json")])["rows"]
     assert row["gain"] > 0
