@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench import amounts, kept
 from bench.gpu.lab import Results
 from bench.gpu.tail import Sizes, engine_of
-from staleflow.rollout import chain, ways
+from staleflow.rollout import chain, chain_plan, ways
 from staleflow.rollout.attention import PagedAttention
 from staleflow.rollout.few import MARKS, FewRows, fits
 from staleflow.rollout.model import Model
@@ -93,7 +93,7 @@ TRIED: dict[str, tuple[tuple[int, int], ...]] = {
 class Without(chain.Chain):
     """A form of the chain, or what is left of it without a kind of kernel: its logits mean nothing, its time does."""
 
-    def __init__(self, model: Model, attention: PagedAttention, form: chain.Form, kind: str | None) -> None:
+    def __init__(self, model: Model, attention: PagedAttention, form: chain_plan.Form, kind: str | None) -> None:
         super().__init__(model, attention)
         self._form, self._left_out = form, kind
 
@@ -101,7 +101,7 @@ class Without(chain.Chain):
         return super().decode(*inputs, **more, form=self._form)
 
     def links(
-        self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, form: chain.Form
+        self, given: Tensor, last: Tensor, positions: Tensor, tables: Tensor, form: chain_plan.Form
     ) -> list[chain.Link]:
         every = super().links(given, last, positions, tables, form)
         return [each for each in every if self._left_out is None or not each.name.startswith(self._left_out)]
@@ -157,11 +157,11 @@ class Bench:
 
         return captured(lambda: (self.decode(way),), None).graph
 
-    def chained(self, form: chain.Form, without: str | None = None) -> float:
+    def chained(self, form: chain_plan.Form, without: str | None = None) -> float:
         return milliseconds(self.graph(Without(self.model, self.attention, form, without)))
 
     @property
-    def forms(self) -> dict[str, chain.Form]:
+    def forms(self) -> dict[str, chain_plan.Form]:
         """Those that are tried for so many sequences."""
         there = chain.Chain(self.model, self.attention).forms(
             self.rows, self.attention.page_size * self.tables.shape[1]
@@ -170,27 +170,29 @@ class Bench:
 
     def changed(self) -> dict[str, dict[str, float]]:
         """Milliseconds of a step by the chain, as it is and with one of its constants changed."""
-        found = {name: self._changed(form, CHANGES) for name, form in self.forms.items() if form != chain.PARTED}
-        if chain.PARTED in self.forms.values():
-            size = chain.rows_of_kernel(self.rows, parted=True)
-            parts = chain.PARTS[size]
+        found = {name: self._changed(form, CHANGES) for name, form in self.forms.items() if form != chain_plan.PARTED}
+        if chain_plan.PARTED in self.forms.values():
+            size = chain_plan.rows_of_kernel(self.rows, parted=True)
+            parts = chain_plan.PARTS[size]
             changes = [
-                {"PARTS": {size: parts | {name: chain.Division(*each)}}} for name, all in TRIED.items() for each in all
+                {"PARTS": {size: parts | {name: chain_plan.Division(*each)}}}
+                for name, all in TRIED.items()
+                for each in all
             ]
-            found["chain, parted"] = self._changed(chain.PARTED, changes)
+            found["chain, parted"] = self._changed(chain_plan.PARTED, changes)
         return found
 
-    def _changed(self, form: chain.Form, changes: Sequence[dict[str, Any]]) -> dict[str, float]:
+    def _changed(self, form: chain_plan.Form, changes: Sequence[dict[str, Any]]) -> dict[str, float]:
         found = {"as it is": self.chained(form)}
         for change in changes:
-            before = {name: getattr(chain, name) for name in change}
+            before = {name: getattr(chain_plan, name) for name in change}
             try:
                 for name, value in change.items():
-                    setattr(chain, name, value)
+                    setattr(chain_plan, name, value)
                 found[" ".join(f"{name}={value}" for name, value in change.items())] = self.chained(form)
             finally:
                 for name, value in before.items():
-                    setattr(chain, name, value)
+                    setattr(chain_plan, name, value)
         return found
 
     def cell(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from staleflow.rollout.chain import PARTED, WHOLE, WIDE, Form
+from staleflow.rollout.chain_plan import PARTED, WHOLE, WIDE, Form
 from staleflow.rollout.rows import Ints
 
 PLAIN, ATTENDED = "plain", "attention of the chain"

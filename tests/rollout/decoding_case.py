@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from staleflow.rollout import chain
+from staleflow.rollout import chain, chain_plan
 from staleflow.rollout.attention import Layout, PagedAttention
 from staleflow.rollout.model import Model
 from staleflow.rollout.model_folder import read_config
@@ -135,7 +135,7 @@ def emulated_tiles(matrix: Tensor, rows: int) -> chain.TensorMap:
     return chain.TensorMap(room=(matrix.data_ptr(), columns, outputs, rows))
 
 
-def run_chain(case: Case, library: ctypes.CDLL, seed: int, form: chain.Form = chain.WHOLE) -> Tensor:
+def run_chain(case: Case, library: ctypes.CDLL, seed: int, form: chain_plan.Form = chain_plan.WHOLE) -> Tensor:
     """Logits by the chain of kernels. What nobody has written is not a number."""
     model, rows = case.model, case.rows
     buffers = chain.Buffers(model, case.attention)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from staleflow.rollout import chain
+from staleflow.rollout import chain, chain_plan
 from staleflow.rollout.model_folder import ModelConfig, read_config
 from staleflow.rollout.nvrtc import SHARED_MEMORY, text_of
 from staleflow.rollout.shapes import LARGE, SHAPES, write
@@ -30,8 +30,8 @@ BULK = [64, *range(1, 24)]
 
 def memory_for(stages: int, rows: int) -> dict[int, int]:
     """Room for a ring of so many stages, with kernels for so many sequences."""
-    stage, sums = 2 * chain.DEPTH * (chain.TILE + rows), 4 * (chain.TILE + 4) * rows
-    return dict.fromkeys(chain.MEMORY, stages * (stage + 16) + sums + 4 * rows + 32)
+    stage, sums = 2 * chain_plan.DEPTH * (chain_plan.TILE + rows), 4 * (chain_plan.TILE + 4) * rows
+    return dict.fromkeys(chain_plan.MEMORY, stages * (stage + 16) + sums + 4 * rows + 32)
 
 
 WAITS = {
@@ -47,17 +47,17 @@ WAITS = {
 """Every kind of wait in the kernels."""
 
 
-def program(case: Case, form: chain.Form = chain.WHOLE, switched: bool = False) -> ctypes.CDLL:
+def program(case: Case, form: chain_plan.Form = chain_plan.WHOLE, switched: bool = False) -> ctypes.CDLL:
     """The kernels of a case. ``switched``: each kind of wait can be left out (``left_out``, by its place in WAITS)."""
-    assert chain.fits(case.model.config, torch.bfloat16, case.page, case.rows)
+    assert chain_plan.fits(case.model.config, torch.bfloat16, case.page, case.rows)
     text = text_of(*dict.fromkeys([*chain.PRODUCTS[1:], *chain.ATTENTION[1:]]))
     for number, wait in enumerate(WAITS.values() if switched else ()):
         skipped = rf"void(left_out == {number} || (\g<0>, true))"
         text, places = re.subn(rf"\b{wait}(?=;)", skipped, text)
         assert places, "the kernels have no such call"
     of_model = case.model.config, case.page
-    attention = chain.macros(*of_model, chain.ANY_ROWS)
-    products = chain.macros(*of_model, chain.rows_of_kernel(case.rows, form.parted), form.parted)
+    attention = chain_plan.macros(*of_model, chain_plan.ANY_ROWS)
+    products = chain_plan.macros(*of_model, chain_plan.rows_of_kernel(case.rows, form.parted), form.parted)
     return compiled(case.folder, "chain", 'extern "C" int left_out = -1;\n' + text, attention | products)
 
 
@@ -111,9 +111,9 @@ def test_a_step_equals_the_plain_path_whatever_its_timing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in tuned.items():
-        monkeypatch.setattr(chain, name, value)
+        monkeypatch.setattr(chain_plan, name, value)
     case = Case(tmp_path, config, lengths, page)
-    form = chain.PARTED if "PARTS" in tuned else chain.WHOLE
+    form = chain_plan.PARTED if "PARTS" in tuned else chain_plan.WHOLE
     exact, library = case.exact(), program(case, form)
     before = [entries.clone() for entries in case.attention.entries]
     found = run_chain(case, library, 1, form)
@@ -132,7 +132,7 @@ def test_every_missing_wait_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tuned = {"MEMORY": memory_for(2, 32), "CLUSTER": 4, "MANY": 32, "LEAST_PIECE": 16}
     tuned |= {"PIECES": 4, "RING_OF_ATTENTION": 0}
     for name, value in tuned.items():
-        monkeypatch.setattr(chain, name, value)
+        monkeypatch.setattr(chain_plan, name, value)
     case = Case(tmp_path, LONG | {"hidden_size": 192, "num_attention_heads": 16}, [*BULK, 129], 16)
     exact, library = case.exact(), program(case, switched=True)
     before = [entries.clone() for entries in case.attention.entries]
@@ -156,7 +156,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("shape")
     write((SHAPES | LARGE)[request.param], folder)
     found = read_config(folder)
-    if not chain.fits(found, torch.bfloat16, 16, 1):
+    if not chain_plan.fits(found, torch.bfloat16, 16, 1):
         pytest.skip("the chain is not for this shape")
     return found
 
@@ -164,12 +164,15 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_every_product_has_all_its_columns_and_room_on_a_multiprocessor(config: ModelConfig) -> None:
     _, heads, _, head_dim = config.geometry
     columns = {"qkv": config.hidden, "out": heads * head_dim, "up": config.hidden, "down": config.intermediate}
-    for rows, parted in [*((rows, False) for rows in chain.SIZES), *((rows, True) for rows in chain.PARTED_SIZES)]:
-        for name, shape in chain.shapes_of(config, rows, parted).items():
+    for rows, parted in [
+        *((rows, False) for rows in chain_plan.SIZES),
+        *((rows, True) for rows in chain_plan.PARTED_SIZES),
+    ]:
+        for name, shape in chain_plan.shapes_of(config, rows, parted).items():
             # a cluster has 1, 2, 4 or 8 blocks, each of which has some of the columns
             each, split = shape.division
             assert split in (1, 2, 4, 8)
-            assert split <= columns[name] // chain.DEPTH
+            assert split <= columns[name] // chain_plan.DEPTH
             for some in (1, each, each + 1, rows):
                 parts = len(range(0, some, each))
                 assert shape.blocks(some) == shape.tiles * split * parts
@@ -178,23 +181,23 @@ def test_every_product_has_all_its_columns_and_room_on_a_multiprocessor(config: 
             assert rows > 64 or 2 * (shape.shared_memory + 1024) <= 228 * 1024
             # sums take the place of the ring
             assert shape.stages > 1
-            assert shape.stages * 2 * chain.DEPTH * (chain.TILE + each) >= each * (chain.TILE + 4) * 4
+            assert shape.stages * 2 * chain_plan.DEPTH * (chain_plan.TILE + each) >= each * (chain_plan.TILE + 4) * 4
     for page in (16, 32, 64):
         for few in (False, True):
-            stages = chain.attention_stages(config, page, few)
-            assert 2 <= stages <= chain.MOST_STAGES
+            stages = chain_plan.attention_stages(config, page, few)
+            assert 2 <= stages <= chain_plan.MOST_STAGES
             assert stages * page % 64 == 0, "four warps of 16 tokens each come round to the same pages of the ring"
-            assert chain.attention_kept(config) + stages * 4 * head_dim * page <= SHARED_MEMORY
+            assert chain_plan.attention_kept(config) + stages * 4 * head_dim * page <= SHARED_MEMORY
 
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_every_context_is_cut_into_pieces_that_are_long_enough(wide: bool) -> None:
-    for rows in (1, 32, chain.MOST_ROWS):
+    for rows in (1, 32, chain_plan.MOST_ROWS):
         for kv_heads in (1, 2, 8):
             for longest in (16, 127, 128, 1000, 100_000):
-                pieces = chain.pieces_of(rows, kv_heads, longest, wide)
+                pieces = chain_plan.pieces_of(rows, kv_heads, longest, wide)
                 assert pieces in (1, 2, 4, 8, 16)  # there is a kernel for each
-                assert pieces <= (chain.LARGEST if wide else chain.PIECES)
-                assert pieces == 1 or longest // pieces >= chain.LEAST_PIECE
-                assert pieces == 1 or rows * kv_heads * pieces < 6 * chain.ATTENDING
-                assert pieces == 1 or longest > chain.SHORT or rows * kv_heads < chain.MULTIPROCESSORS
+                assert pieces <= (chain_plan.LARGEST if wide else chain_plan.PIECES)
+                assert pieces == 1 or longest // pieces >= chain_plan.LEAST_PIECE
+                assert pieces == 1 or rows * kv_heads * pieces < 6 * chain_plan.ATTENDING
+                assert pieces == 1 or longest > chain_plan.SHORT or rows * kv_heads < chain_plan.MULTIPROCESSORS

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from staleflow.rollout import chain, few
+from staleflow.rollout import chain, chain_plan, few
 from staleflow.rollout.model_folder import ModelConfig, read_config
 from staleflow.rollout.nvrtc import CAPABILITY, SHARED_MEMORY, compiled, text_of
 from staleflow.rollout.shapes import write
@@ -81,23 +81,27 @@ def machine_code(sources: Sequence[str], options: dict[str, str]) -> bytes:
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(
     ("size", "parted"),
-    [(chain.ANY_ROWS, False), *((size, False) for size in chain.SIZES), *((size, True) for size in chain.PARTED_SIZES)],
+    [
+        (chain_plan.ANY_ROWS, False),
+        *((size, False) for size in chain_plan.SIZES),
+        *((size, True) for size in chain_plan.PARTED_SIZES),
+    ],
 )
 @pytest.mark.parametrize("model", MODELS)
 def test_the_chain_compiles_and_fits(model: str, size: int, parted: bool, tmp_path: Path, usage: Look) -> None:
     config = config_of(model, tmp_path)
-    attention = size == chain.ANY_ROWS
+    attention = size == chain_plan.ANY_ROWS
     sources = chain.ATTENTION if attention else chain.PRODUCTS
-    found = usage(machine_code(sources, chain.macros(config, PAGE, size, parted)))
+    found = usage(machine_code(sources, chain_plan.macros(config, PAGE, size, parted)))
     if attention:
-        pieces = [2**at for at in range(chain.LARGEST.bit_length())]
+        pieces = [2**at for at in range(chain_plan.LARGEST.bit_length())]
         assert set(found) == {"attend_crowd", *(f"attend_{each}" for each in pieces)}
         if config.geometry[3] == 64:
             assert found["attend_crowd"].registers <= 96, "four blocks of five warps fit, which are counted by fours"
-        stages = chain.attention_stages(config, PAGE, few=False)
-        asked = [chain.attention_kept(config) + stages * 4 * config.geometry[3] * PAGE]
+        stages = chain_plan.attention_stages(config, PAGE, few=False)
+        asked = [chain_plan.attention_kept(config) + stages * 4 * config.geometry[3] * PAGE]
     else:
-        shapes = chain.shapes_of(config, size, parted)
+        shapes = chain_plan.shapes_of(config, size, parted)
         assert set(found) == {"chain_begin", *(f"product_{name}" for name in shapes)}
         asked = [shape.shared_memory for shape in shapes.values()]
     for kernel in found.values():

@@ -23,9 +23,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 CUDA = torch.device("cuda")
 
 if torch.cuda.is_available():
-    from staleflow.rollout import chain, cuda
+    from staleflow.rollout import chain, chain_plan, cuda
 else:
     chain: Any = None
+    chain_plan: Any = None
     cuda: Any = None
 
 
@@ -105,7 +106,7 @@ def test_a_chain_of_kernels_equals_the_plain_path(
     way = chain.Chain(case.model, case.attention)
     forms = way.forms(rows, longest=1)
     assert forms
-    for form in {*forms, chain.WIDE} if rows <= chain.SIZES[-1] else forms:
+    for form in {*forms, chain_plan.WIDE} if rows <= chain_plan.SIZES[-1] else forms:
         case.holds(way, form=form)
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.rollout import chain, few
+from staleflow.rollout import chain_plan, few
 from staleflow.rollout.attention import Geometry
 from staleflow.rollout.model_folder import ModelConfig
 from staleflow.rollout.nvrtc import text_of
@@ -83,8 +83,8 @@ def test_of_a_model_of_any_size_it_is_said_whether_the_kernels_are_for_it(
     config = ModelConfig(family="llama", geometry=geometry, hidden=hidden, intermediate=wide, **rest, **biases)
     if few.fits(config, torch.bfloat16, 16, rows):
         assert few.macros(config, 16, rows, blocks=132, polled=True)
-    if chain.fits(config, torch.bfloat16, 16, rows):
-        assert chain.macros(config, 16, chain.rows_of_kernel(rows))
+    if chain_plan.fits(config, torch.bfloat16, 16, rows):
+        assert chain_plan.macros(config, 16, chain_plan.rows_of_kernel(rows))
 
 
 def test_what_the_kernel_works_with_is_made_when_it_is_first_used(
