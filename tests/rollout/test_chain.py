@@ -4,6 +4,7 @@ import ctypes
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,3 +202,33 @@ def test_every_context_is_cut_into_pieces_that_are_long_enough(wide: bool) -> No
                 assert pieces == 1 or longest // pieces >= chain_plan.LEAST_PIECE
                 assert pieces == 1 or rows * kv_heads * pieces < 6 * chain_plan.ATTENDING
                 assert pieces == 1 or longest > chain_plan.SHORT or rows * kv_heads < chain_plan.MULTIPROCESSORS
+
+
+def test_contexts_that_may_be_long_are_cut_in_two_where_hundreds_run_and_short_ones_are_not() -> None:
+    """Everybody waited for the longest, or for joining pieces that took no time."""
+    assert [chain_plan.pieces_of(rows, 2, 4096) for rows in (128, 256, 512)] == [2, 2, 1]
+    assert [chain_plan.pieces_of(rows, 2, 512) for rows in (64, 96, 256)] == [2, 1, 1]
+
+
+def test_rings_are_short_where_more_blocks_would_not_fit_at_once(tmp_path: Path) -> None:
+    """A second wave of blocks waited until the first had ended: 256 sequences took 1.20 instead of 1.11 ms."""
+
+    def stages(shape: str, rows: int, longest: int) -> tuple[str, int]:
+        folder = tmp_path / shape
+        folder.mkdir(exist_ok=True)
+        write(shape, folder)
+        model: Any = SimpleNamespace(config=read_config(folder), turns=(torch.zeros(1), torch.zeros(1)))
+        attention: Any = SimpleNamespace(page_size=32)
+        layer: Any = SimpleNamespace(query_norm=None, key_norm=None)
+        entries, tables = torch.zeros(4, 32, 64), torch.zeros(rows, longest // 32, dtype=torch.int32)
+        positions, some = torch.zeros(rows, dtype=torch.int32), torch.zeros(1)
+        link = chain.attending(model, attention, lambda *_: None, layer, entries, some, some, positions, tables)
+        context: Any = link.arguments[1]
+        return link.name, context.stages
+
+    assert stages("qwen-0.5b", 256, 512) == ("attend_crowd", 4)
+    assert stages("qwen-0.5b", 128, 512) == ("attend_1", 8)
+    assert stages("qwen-0.5b", 256, 4096) == ("attend_2", 4)
+    assert stages("qwen-0.5b", 160, 4096) == ("attend_2", 8)
+    assert stages("qwen-0.5b", 32, 512) == ("attend_2", 4)
+    assert stages("qwen-1.5b", 256, 512) == ("attend_1", 4)
