@@ -187,9 +187,7 @@ class Registry(Generic[AnEntry]):
             except spared:
                 raise
             except Exception as error:  # whatever the user's function raises
-                raise ConfigError(
-                    f"{self.setting}={name} failed ({line_of(error)}{_place(error, function)})"
-                ) from error
+                raise ConfigError(self.failure(name, error, place_of(error, _file_of(function)))) from error
             try:
                 check(found, *given)
             except ValueError as error:
@@ -197,6 +195,10 @@ class Registry(Generic[AnEntry]):
             return found
 
         return called
+
+    def failure(self, name: str, error: Exception, place: str) -> str:
+        """What is said of an error of the user's own function; ``place``: from ``place_of``."""
+        return f"{self.setting}={name} failed ({line_of(error)}{place})"
 
     def _import(self, target: str, name: str) -> Callable[..., Any]:
         module, _, path = target.partition(":")
@@ -219,15 +221,18 @@ class Registry(Generic[AnEntry]):
         return found
 
 
-def _place(error: Exception, function: Callable[..., Any]) -> str:
-    """The last line of the user's own file that the error passed."""
+def place_of(error: Exception, *files: str | None) -> str:
+    """The last line of these files that the error passed; empty if it passed none."""
+    passed = [each for each in traceback.extract_tb(error.__traceback__) if each.filename in files]
+    return f" at {Path(passed[-1].filename).name}, line {passed[-1].lineno}" if passed else ""
+
+
+def _file_of(function: Callable[..., Any]) -> str | None:
     while (inner := getattr(function, "func", None) or getattr(function, "__wrapped__", None)) is not None:
         function = inner
     if inspect.isclass(function):
         function = function.__init__
-    file = getattr(getattr(function, "__code__", None), "co_filename", None)
-    lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == file]
-    return f" at {Path(file).name}, line {lines[-1]}" if file and lines else ""
+    return getattr(getattr(function, "__code__", None), "co_filename", None)
 
 
 def _installed(module: str) -> bool:

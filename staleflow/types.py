@@ -397,6 +397,8 @@ class Broken(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The process cannot continue, and starting it again would not help."""
 
     why: str
+    first: bool = False
+    """An engine of the user's own raised it before its first token: if others have worked, another one may, too."""
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True, frozen=True):

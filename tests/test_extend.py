@@ -18,6 +18,7 @@ from staleflow.config.tracking import TRACKERS
 from staleflow.coordinator.decide import decide
 from staleflow.coordinator.situation import Pull
 from staleflow.coordinator.strategies import SYNCHRONISATION, Strategies
+from staleflow.errors import RunError
 from staleflow.registry import Entry, Registry
 from staleflow.reward.function import Response, Rewards, load_reward
 from staleflow.reward.options import REWARDS
@@ -298,6 +299,67 @@ def test_an_engine_that_worked_before_is_tried_again(
     config = configured(model, "rollout.engine=away:away")
     with pytest.raises(RuntimeError, match=r"^the device is busy$"):
         roles._engine(setup(model, incarnation=2), config)  # pyright: ignore[reportPrivateUsage]
+
+
+SLIPS = """
+import os
+from staleflow.rollout.builtin import TorchEngine
+
+class Slips:
+    \"\"\"Raises after so many tokens, until the file is there that it makes then.\"\"\"
+
+    def __init__(self, model_folder, options, *, tokens, file):
+        self._engine = TorchEngine(model_folder, options, version=-1)
+        self._left, self._file = tokens, file
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def step(self):
+        if self._left <= 0 and not os.path.exists(self._file):
+            if self._file:
+                open(self._file, "a").close()
+            raise ValueError("a slip")
+        output = self._engine.step()
+        self._left -= output.made
+        return output
+"""
+
+
+def run_with_slips(model: Path, folder: Path, tokens: int, file: str) -> dict[str, Any]:
+    (folder / "slips.py").write_text(SLIPS)
+    (folder / "even.py").write_text("def even(_, response):\n    return len(response.tokens) % 2\n")
+    sizes = ["groups=2", "steps=4", "evaluation.every=0", "evaluation.problems=2", "rollout.instances=1"]
+    engine = ["rollout.engine=slips:Slips", f"rollout.engine_arguments={{tokens: {tokens}, file: {file!r}}}"]
+    config = configured(model, *sizes, *engine, "reward.function=even:even")
+    task = open_task(config.data, open_source(config.data, config.seed), model, config.seed, config.evaluation.problems)
+    run = LocalRun(config, RunDirectory.create(config, "own"), model, task, costs_from_geometry(config), None)
+
+    async def main() -> dict[str, Any]:
+        async with asyncio.timeout(300):
+            return await run.execute()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_engine_that_raises_before_its_first_token_ends_the_run_at_once(model: Path, folder: Path) -> None:
+    """It was started again six times, for minutes."""
+    why = r"rollout.engine=slips:Slips failed \(ValueError: a slip at slips.py, line 19\)"
+    with pytest.raises(RunError, match=rf"^evaluator: {why}$"):
+        run_with_slips(model, folder, tokens=0, file="")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_engine_that_raises_after_it_has_worked_is_replaced(model: Path, folder: Path) -> None:
+    """A ``ValueError`` ended the run: it was taken for a bad setting. Two held-out responses have fewer tokens than
+    that, so it is the instance."""
+    summary = run_with_slips(model, folder, tokens=60, file=str(folder / "slipped"))
+    assert (folder / "slipped").exists()
+    assert summary["steps"] == 4
+    assert summary["restarts"] == {"instance": {"exit code 1": 1}}
 
 
 def setup(model: Path, incarnation: int) -> Setup:

@@ -28,7 +28,7 @@ from staleflow.config.machine import Machine, this_machine
 from staleflow.config.memory import gigabytes
 from staleflow.config.ray import INSTALL
 from staleflow.rollout.options import ENGINES
-from staleflow.tasks.smollm import INSTALL as SMOLLM
+from staleflow.tasks import smollm
 
 NEEDED = {"torch": "local", "transformers": "local", "safetensors": "local", "tokenizers": "local", "xxhash": "local"}
 OPTIONAL = {
@@ -36,10 +36,11 @@ OPTIONAL = {
     "datasets": "tasks",
     "math-verify": "tasks",
     "ray": "ray",
-    "gguf": "smollm",
     "trl": "bench",
 }
 """By distribution: the extra that has it."""
+FOR_SMOLLM = ("gguf", smollm.PACKAGE)
+"""What presets with SmolLM2-135M need, such as ``one-gpu``. One line installs both."""
 LEAST_MEMORY, LEAST_SHARED, LEAST_DISK, LEAST_FILES = 2 << 30, 256 << 20, 1 << 30, 256
 """What the preset ``laptop`` needs, about."""
 
@@ -73,7 +74,7 @@ def examined(runs: Path) -> dict[str, Any]:
         "memory_bytes": machine.memory,
         "gpus_free_bytes": list(machine.gpus),
     }
-    packages = {name: _version(name) for name in (*NEEDED, *OPTIONAL)}
+    packages = {name: _version(name) for name in (*NEEDED, *OPTIONAL, *FOR_SMOLLM)}
     engines = {name: _engine(name) for name in ENGINES.entries}
     limits = {
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -146,8 +147,10 @@ def _ray() -> dict[str, Any]:
 def _missing(packages: dict[str, str | None]) -> Iterator[Finding]:
     for name, extra in (NEEDED | OPTIONAL).items():
         if packages[name] is None:
-            fix = SMOLLM if name == "gguf" else f"pip install 'staleflow[{extra}]'"
-            yield Finding(name in NEEDED, f"{name} is not installed", fix)
+            yield Finding(name in NEEDED, f"{name} is not installed", f"pip install 'staleflow[{extra}]'")
+    for name in FOR_SMOLLM:
+        if packages[name] is None:
+            yield Finding(False, f"{name} is not installed", smollm.INSTALL)
 
 
 def _narrow(machine: Machine, limits: dict[str, Any], runs: Path) -> Iterator[Finding]:

@@ -41,7 +41,7 @@ def _print(found: list[Listed]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name, side in (("run", "left"), ("state", "left"), ("step", "right"), ("held-out", "right")):
+    for name, side in (("run", "left"), ("state", "left"), ("steps", "right"), ("held-out", "right")):
         table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
     for name in ("reward", "trained for", "size", "changed"):
         table.add_column(name, justify="right", no_wrap=True)

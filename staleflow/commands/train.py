@@ -42,6 +42,7 @@ from staleflow.observe.output import Output, remark
 from staleflow.reward.function import BAD_REWARD
 from staleflow.reward.options import Reward
 from staleflow.run.checkpoints import Choice, newest
+from staleflow.run.continuing import continuing, stored_reward
 from staleflow.run.directory import RunDirectory
 from staleflow.run.environment import write_environment
 from staleflow.run.fleet import simulated
@@ -302,9 +303,10 @@ def summary_text(summary: dict[str, Any], directory: RunDirectory) -> str:
             lines.append(f"{what}: {', '.join(each)}")
     if summary["interrupted"]:
         by = summary.get("stopped_by") or "Ctrl-C"
-        lines.append(f"stopped by {by}; continue with: staleflow train --resume {directory.path}")
+        again = continuing(directory.path, stored_reward(directory.path))
+        lines.append(f"stopped by {by}; continue with: {again}")
     if (best := summary.get("best")) and (directory.checkpoints / "best").is_dir():
-        at = f"step {best['step']}, {best['figure']} {best['value']:.4g}"
+        at = f"version {best['step']}, {best['figure']} {best['value']:.4g}"
         lines.append(f"best: {directory.checkpoints / 'best'} ({at})")
     lines.append(f"model: {newest(directory.checkpoints)}")
     return "\n".join(lines)

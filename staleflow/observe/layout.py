@@ -117,14 +117,14 @@ def _summary(status: Status, width: int, glyphs: Glyphs) -> list[Line]:
 def _held_out(status: Status, room: int, glyphs: Glyphs) -> Line:
     if not status.accuracy:
         return [_label("held-out"), (f"{'-':>8}", BOLD)]
-    step, value = status.accuracy[-1]
+    version, value = status.accuracy[-1]
     limits = (0.0, 1.0) if status.binary else (None, None)
     line = spark([accuracy for _, accuracy in status.accuracy], room, *limits, glyphs)
     return [
         _label("held-out"),
         (f"{mean_reward(status, value):>8}  ", BOLD),
         (line.ljust(room), ACCENT),
-        (f"  step {step}", DIM),
+        (f"  version {version}", DIM),
     ]
 
 

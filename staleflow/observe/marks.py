@@ -65,10 +65,10 @@ def decimal(value: float | None, digits: int = 3) -> str:
 
 
 def before_and_after(measured: Sequence[Mapping[str, Any]], step: int, show: Callable[[float], str]) -> str:
-    """The first and the last evaluation, or the only one; its step, unless that is the run's present one."""
+    """The first and the last evaluation, or the only one; its version, unless that is the one after ``step`` steps."""
     figures = " -> ".join(show(each["accuracy"]) for each in (measured[0], measured[-1])[-len(measured) :])
     last = measured[-1]["step"]
-    return figures if last == step else f"{figures} (step {last})"
+    return figures if last == step else f"{figures} (version {last})"
 
 
 def bar(share: float, width: int, glyphs: Glyphs = UNICODE) -> tuple[str, str]:

@@ -31,14 +31,14 @@ class InstanceStatus:
 @dataclass(frozen=True, slots=True)
 class Status:
     step: int
-    """Steps committed so far."""
+    """Steps committed so far: a count, and so the newest version. The step of this number is the open one."""
     steps: int
     """Steps of the whole run."""
     seconds: float
     bound: int
     reward: float | None = None
     accuracy: Sequence[tuple[int, float]] = ()
-    """Mean reward on held-out problems, with the step it was measured at."""
+    """Mean reward on held-out problems, with the version that it was measured of."""
     binary: bool = True
     """Whether all rewards are 0 or 1, so that their mean is the accuracy."""
     rewards: Sequence[float] = ()

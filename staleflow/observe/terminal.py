@@ -28,8 +28,8 @@ PERIOD_S = 0.25
 
 
 def plain_line(status: Status, evaluated: int = -1) -> str:
-    """The status in one line without colours, in columns. ``evaluated``: the step of the evaluation that an earlier
-    line has told."""
+    """The status in one line without colours, in columns. ``evaluated``: the version whose evaluation an earlier line
+    has told."""
     width = len(str(status.steps))
     parts = [
         f"step {status.step:>{width}}/{status.steps}",
@@ -44,8 +44,9 @@ def plain_line(status: Status, evaluated: int = -1) -> str:
     shares = (("cut", status.cut), ("no signal", status.without_signal))
     parts += [f"{name} {percent(share):>5}" for name, share in shares if share]
     if status.accuracy and status.accuracy[-1][0] != evaluated:
-        step, value = status.accuracy[-1]
-        parts.append(f"held-out {mean_reward(status, value)}" + (f" (step {step})" if step != status.step else ""))
+        version, value = status.accuracy[-1]
+        of = f" (version {version})" if version != status.step else ""
+        parts.append(f"held-out {mean_reward(status, value)}{of}")
     return clean("  ".join(parts))
 
 
@@ -65,7 +66,7 @@ class TerminalView:
         self._printed: int | None = None
         """The last step that has a line."""
         self._evaluated = -1
-        """The step of the last evaluation that a line has told."""
+        """The version whose evaluation a line has told last."""
         self._phase = ""
         self._live: Live | None = None
         if not plain and self._output.isatty():

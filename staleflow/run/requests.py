@@ -23,6 +23,7 @@ import msgspec
 
 from staleflow.errors import RunError
 from staleflow.files import write_whole
+from staleflow.run.continuing import continuing, of_a_program, stored_reward
 from staleflow.run.directory import RunDirectory
 
 POLL_S = 0.1
@@ -68,7 +69,10 @@ def ask(
 
 def refuse_unless_running(directory: RunDirectory) -> None:
     if not directory.running:
-        raise RunError(f"the run in {directory.path} is not running: give rollout.instances=N to train --resume")
+        how, reward = "give rollout.instances=N to train --resume", stored_reward(directory.path)
+        if of_a_program(reward):
+            how = f"give it in {continuing(directory.path, reward, 'rollout.instances=N')}"
+        raise RunError(f"the run in {directory.path} is not running: {how}")
 
 
 def _told(answer: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from staleflow.config import Config
 from staleflow.errors import RunError, StaleFlowError
 from staleflow.observe.metrics import read_metrics
 from staleflow.run.checkpoints import Choice, choose, newest, set_aside, wrong_with
+from staleflow.run.continuing import continuing
 from staleflow.run.directory import RunDirectory
 from staleflow.run.origin import refuse_other_origin, refuse_other_settings
 
@@ -64,7 +65,7 @@ def outlook(directory: RunDirectory, config: Config) -> Outlook:
         and not directory.running
         and not wrong_with(checkpoint)
     )
-    more = f"staleflow train --resume {directory.path} steps={2 * max(1, saved)}"
+    more = continuing(directory.path, config.reward, f"steps={2 * max(1, saved)}")
     if config.training.schedule != "constant":  # of which the number of steps is a part
         more = f"a new run, with model={checkpoint}"
     return Outlook(directory, saved if finished else max(saved, logged), config.steps, checkpoint, finished, more)

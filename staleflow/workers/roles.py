@@ -21,6 +21,7 @@ from staleflow.rollout.making import make_engine
 from staleflow.servers.weights import NoStoreError, standby_of
 from staleflow.types import Moved, Ready, Setup
 from staleflow.workers.link import Link, Signs
+from staleflow.workers.own_engine import watched
 
 if TYPE_CHECKING:
     from staleflow.config import Config
@@ -122,7 +123,8 @@ def _then_close(weights: LazyWeights | MirroredWeights, serve: Callable[[], None
 def _engine(setup: Setup, config: Config) -> Engine:
     rollout = config.rollout
     again = setup.incarnation > 1
-    return make_engine(rollout.engine, setup.model, config.engine_options(), rollout.engine_arguments, again)
+    engine = make_engine(rollout.engine, setup.model, config.engine_options(), rollout.engine_arguments, again)
+    return watched(engine, rollout.engine)
 
 
 def _trainer(setup: Setup, link: Link) -> Any:

@@ -195,9 +195,9 @@ def test_a_figure_of_an_earlier_step_is_not_told_as_that_of_the_last_one(tmp_pat
         return summary_text(summary, RunDirectory(tmp_path)).splitlines()[0]
 
     record.evaluated(0, 0.342)
-    assert said() == "held-out accuracy 34.2% (step 0)"
+    assert said() == "held-out accuracy 34.2% (version 0)"
     record.evaluated(2, 0.5)
-    assert said() == "held-out accuracy 34.2% -> 50.0% (step 2)"
+    assert said() == "held-out accuracy 34.2% -> 50.0% (version 2)"
     record.evaluated(3, 0.625, binary=False)
     assert said() == "held-out mean reward 0.342 -> 0.625"
 

@@ -195,6 +195,13 @@ def test_any_status_makes_one_printable_line(status: Status) -> None:
     assert plain_line(status).isprintable()
 
 
+def test_an_evaluation_is_of_a_version_and_not_of_a_step() -> None:
+    """Version 40 is what steps 0 to 39 made: "step 40" is the one that trains it."""
+    shown = "\n".join([plain_line(STATUS), *drawn(replace(STATUS, waiting_for=""), 80, 24)])
+    assert shown.count("version 40") == 2
+    assert "step 40" not in shown
+
+
 def test_plain_lines_by_example() -> None:
     assert plain_line(NEW) == (
         "step   0/200     0:00  reward      -  loss        -  staleness    - (max -)      0 tokens/s  "
@@ -204,10 +211,10 @@ def test_plain_lines_by_example() -> None:
         "step  42/200     3:12  reward  0.713  loss  -0.0123  staleness 0.41 (max 2)  5.31k tokens/s  "
         "idle 4.0 %  wasted 1.2 %"
     )
-    assert plain_line(STATUS) == f"{line}  held-out 84.2 % (step 40)"
+    assert plain_line(STATUS) == f"{line}  held-out 84.2 % (version 40)"
     assert plain_line(STATUS, evaluated=40) == line
     assert "loss      nan" in plain_line(replace(STATUS, loss=math.nan))
-    assert "held-out 0.842 (step 40)" in plain_line(replace(STATUS, binary=False)), "no share where it is not one"
+    assert "held-out 0.842 (version 40)" in plain_line(replace(STATUS, binary=False)), "no share where it is not one"
     shares = plain_line(replace(STATUS, cut=0.8, without_signal=0.75), evaluated=40)
     assert shares == f"{line}  cut  80 %  no signal  75 %"
 

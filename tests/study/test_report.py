@@ -87,22 +87,22 @@ def test_the_report_of_a_finished_run_has_everything(tmp_path: Path, capsys: pyt
     assert not list(directory.path.glob(".report.html.*")), "no draft is left behind"
 
 
-def test_a_report_says_of_which_step_the_last_evaluation_is(tmp_path: Path) -> None:
+def test_a_report_says_of_which_version_the_last_evaluation_is(tmp_path: Path) -> None:
     """A run that was stopped before its second evaluation had, it seemed, learnt nothing."""
     directory, config = recorded(tmp_path / "run")
     summary = json.loads(directory.summary.read_text())
 
     def told(*measured: tuple[int, float]) -> str:
-        found = [{"step": step, "accuracy": value} for step, value in measured]
+        found = [{"step": version, "accuracy": value} for version, value in measured]
         directory.summary.write_text(json.dumps(summary | {"accuracy": found, "binary": True}))
         said = re.search(r"<td>held-out</td><td>(.*?)</td>", page(directory, config))
         return said[1] if said else ""
 
     last = summary["steps"]
     assert told() == ""
-    assert told((0, 0.342)) == "34.2 % (step 0)"
+    assert told((0, 0.342)) == "34.2 % (version 0)"
     assert told((0, 0.342), (last, 0.9)) == "34.2 % -&gt; 90.0 %"
-    assert told((0, 0.342), (1, 0.9)) == "34.2 % -&gt; 90.0 % (step 1)"
+    assert told((0, 0.342), (1, 0.9)) == "34.2 % -&gt; 90.0 % (version 1)"
 
 
 def test_a_run_that_has_only_begun_has_a_report_too(tmp_path: Path) -> None:

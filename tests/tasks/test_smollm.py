@@ -8,7 +8,7 @@ import pytest
 
 from staleflow.commands import doctor
 from staleflow.tasks import smollm as module
-from staleflow.tasks.smollm import FILE, INSTALL, smollm, why_not
+from staleflow.tasks.smollm import FILE, INSTALL, PACKAGE, smollm, why_not
 from staleflow.tasks.task import TaskError
 
 ROOT = Path(__file__).parents[2]
@@ -46,16 +46,22 @@ def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pyt
 
 
 def test_everybody_says_the_same_about_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message, the docs and the doctor said three things, and one of them left out what gguf needs."""
+    """The message, the docs and the doctor said three things, and one of them left out what gguf needs. The doctor did
+    not look for the package with the model."""
+    missing = ""
 
     def version(name: str) -> str:
-        if name == "gguf":
+        if name == missing:
             raise importlib.metadata.PackageNotFoundError(name)
         return "1.0"
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    fixes = {each["what"]: each["fix"] for each in doctor.examined(Path())["findings"]}
-    assert fixes["gguf is not installed"] == INSTALL
+    for missing in ("gguf", PACKAGE):
+        facts = doctor.examined(Path())
+        fixes = {each["what"]: each["fix"] for each in facts["findings"]}
+        assert fixes[f"{missing} is not installed"] == INSTALL
+        assert facts["packages"][missing] is None
+        assert list(facts["packages"].values()).count(None) == 1
     for page in ("docs/training.md", "examples/README.md"):
         assert INSTALL in (ROOT / page).read_text(), page
 

@@ -28,7 +28,7 @@ async function load() {
     const all = tokens.reduce((a, b) => a + b, 0), wasted = Object.values(staleness.wasted).reduce((a, b) => a + b, 0);
     return [run.name, run.state, `${run.step}/${run.steps}`, run.bound, number(time), number(all / time), number(tokens.reduce((sum, count, age) => sum + count * age, 0) / all), percent(wasted / (all + wasted)), number(learning.series.reward?.at(-1)), number(learning.accuracy.at(-1)?.[1])];
   });
-  const heads = ["run", "state", "step", "bound", "seconds", "tokens/s", "mean staleness", "wasted", "reward", "held-out"];
+  const heads = ["run", "state", "steps", "bound", "seconds", "tokens/s", "mean staleness", "wasted", "reward", "held-out"];
   place.replaceChildren(
     el("section", { class: "card scroll", tabindex: "0", role: "region", "aria-label": "Runs" }, el("table", {}, el("thead", {}, el("tr", {}, heads.map((head, at) => el("th", { scope: "col", class: at > 1 ? "n" : "" }, head)))), el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, at) => el("td", { class: at > 1 ? "n" : "" }, cell))))))),
     el("div", { class: "grid" }, CHARTS.map(([title, name]) => together(title, runs, found.map(([learning]) => [learning.series[x_name] ?? [], learning.series[name] ?? []]))),

@@ -38,11 +38,11 @@ function head(now) {
   const rate = now.instances.reduce((sum, each) => sum + each.tokens_per_s, 0);
   parts.head.replaceChildren(
     facts([
-      ["step", `${info.step}`, `of ${info.steps}`], ["time", duration(now.time)], ["reward", number(now.reward)],
+      ["steps", `${info.step}`, `of ${info.steps}`], ["time", duration(now.time)], ["reward", number(now.reward)],
       ["held-out", number(now.accuracy)], ["bound", `${info.bound}`, info.bound === 1 ? "step" : "steps"],
       ["decoding", number(rate), "tokens/s"], ["trained", number(now.tokens_trained), "tokens"], ["wasted", made ? percent(now.tokens_wasted / made) : "–"],
     ]),
-    el("progress", { max: info.steps, value: info.step, "aria-label": `step ${info.step} of ${info.steps}` }),
+    el("progress", { max: info.steps, value: info.step, "aria-label": `${info.step} of ${info.steps} steps` }),
   );
 }
 

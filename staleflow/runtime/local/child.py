@@ -12,10 +12,13 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
+from staleflow.errors import ConfigError
 from staleflow.runtime.local.link import LastingLink
 from staleflow.types import Broken, Setup
 from staleflow.workers.link import Gone, Link
+from staleflow.workers.own_engine import FirstTokenError
 from staleflow.workers.roles import build
 
 START_S = 60.0
@@ -41,13 +44,21 @@ def serve(link: Link) -> None:
     if not isinstance(setup, Setup):
         sys.exit(f"no set-up came within {START_S:g} s")
     take_place(setup)
+    with contextlib.suppress(Gone):
+        with saying(link, ValueError):  # what the user can put right: a model, a file, a setting
+            work = build(setup, link)
+        with saying(link, ConfigError):  # anything else may pass, also an engine's ValueError: another one takes over
+            work()
+
+
+@contextlib.contextmanager
+def saying(link: Link, final: type[ValueError]) -> Iterator[None]:
+    """Errors of this kind are told in one line, and no other process is started for this one."""
     try:
-        build(setup, link)()
-    except Gone:
-        return
-    except ValueError as error:  # what the user can put right, in one line
+        yield
+    except final as error:
         with contextlib.suppress(Gone):
-            link.send(Broken(str(error)))
+            link.send(Broken(str(error), first=isinstance(error, FirstTokenError)))
         raise
 
 

@@ -82,6 +82,10 @@ class Crew:
         self._server: asyncio.Server | None = None
         self._found: dict[str, Process] = {}
         """Processes of an earlier control plane that nobody has adopted yet."""
+        self._engines_work = standby
+        """Whether one has made a token, if only in an earlier attempt."""
+        self._without_token: set[str] = set()
+        """Whose last engine, of the user's own, failed before it had made one."""
         self._stopping = False
         self._replacing: set[asyncio.Task[None]] = set()
         self._retiring: set[asyncio.Task[None]] = set()
@@ -182,6 +186,11 @@ class Crew:
 
         return heard
 
+    def engine_works(self, name: str) -> None:
+        """The engine of this process has made tokens."""
+        self._engines_work = True
+        self._without_token.discard(name)
+
     def look(self) -> list[Standstill]:
         """Processes that stand still. Those that have for too long are killed, and replaced as others that die."""
         now = _now()
@@ -269,9 +278,7 @@ class Crew:
         if not self._is(child):
             return  # it has been retired
         if isinstance(message, Broken):
-            child.broken = True
-            if child.name not in self.optional:
-                self.fail(f"{child.name}: {message.why}")
+            self._broken(child, message)
             return
         if isinstance(message, Ready):
             self.watchdog.done(child.name, (RETURN if child.adopted else START)[0], _now())
@@ -281,6 +288,17 @@ class Crew:
             hear(child, message)
         except Exception as error:  # a bug: the run ends with its own traceback
             self.fail(error)
+
+    def _broken(self, child: Child, message: Broken) -> None:
+        fatal = child.name not in self.optional
+        if message.first:
+            fatal = not self._engines_work or (fatal and child.name in self._without_token)
+            self._without_token.add(child.name)
+            if not fatal:
+                return  # it is replaced as others that die
+        child.broken = True
+        if fatal:
+            self.fail(f"{child.name}: {message.why}")
 
     def _is(self, child: Child) -> bool:
         """Whether it is the present process of its name."""

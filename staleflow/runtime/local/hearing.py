@@ -46,6 +46,8 @@ class Hearing:
             port = run.instances[child.name] = RemoteInstance(child, child.setup.incarnation, every_s)
         port.hear(message)
         run.costs.hear(message.costs)
+        if message.costs.tokens:
+            run.crew.engine_works(child.name)
         run.watchdog.done(child.name, "report", now)
         run.watchdog.asked(child.name, "report", "its next report", now)
         if not run.training:
@@ -145,6 +147,7 @@ class Hearing:
 
     def _evaluated(self, message: Evaluated) -> None:
         run = self._run
+        run.crew.engine_works("evaluator")
         run.evaluating.asked.answered(message.version)
         if not run.evaluating.asked.open:
             run.watchdog.done("evaluator", "evaluate", run.loop.time())

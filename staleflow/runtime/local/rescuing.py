@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from staleflow.errors import INTERRUPTED, RunError, line_of
 from staleflow.run.checkpoints import newest
+from staleflow.run.continuing import continuing
 
 if TYPE_CHECKING:
     from staleflow.runtime.local.run import LocalRun
@@ -85,7 +86,7 @@ class Rescue:
                 why = f"the steps since then could not be saved ({line_of(error)})"
         latest = newest(run.directory.checkpoints)
         where = latest.name if latest is not None else "the journal (there is no checkpoint)"
-        resume = f"continue from {where} with: staleflow train --resume {run.directory.path}"
+        resume = f"continue from {where} with: {continuing(run.directory.path, run.config.reward)}"
         return f"{why}; {resume}" if why else resume
 
     async def _rescue(self) -> None:

@@ -30,6 +30,7 @@ from typing import Self
 from staleflow.errors import INTERRUPTED, ending
 from staleflow.observe.output import remark
 from staleflow.readable import readable
+from staleflow.run.continuing import continuing, stored_reward
 from staleflow.run.processes import end, processes
 from staleflow.runtime.restarts import Restarts
 from staleflow.runtime.watchdog import Watchdog
@@ -176,7 +177,7 @@ def _stopped(run: Path | None) -> int:
 def _again(run: Path | None) -> str:
     if run is None:
         return " before it had begun: give the same command again"
-    return f"; continue with: staleflow train --resume {run}"
+    return f"; continue with: {continuing(run, stored_reward(run))}"
 
 
 class _Asks:

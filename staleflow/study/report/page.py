@@ -53,7 +53,7 @@ def page(directory: RunDirectory, config: Config) -> str:
     ]
     body = "\n".join(_section(title, parts) for title, parts in sections)
     now = time.strftime("%Y-%m-%d %H:%M")
-    state = f"{run.state}, step {run.step} of {run.steps}; written {now} by staleflow {__version__}"
+    state = f"{run.state}, {run.step} of {run.steps} steps; written {now} by staleflow {__version__}"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(run.name)}</title>'
@@ -87,7 +87,7 @@ def _result(run: Listed, summary: Mapping[str, Any], rows: list[dict[str, Any]])
         show = (lambda value: percent(value, 1)) if summary.get("binary", True) else decimal
         found["held-out"] = before_and_after(measured, run.step, show)
     if best := summary.get("best"):
-        found["best"] = f"{best['figure']} {best['value']:.4g}, step {best['step']}"
+        found["best"] = f"{best['figure']} {best['value']:.4g}, version {best['step']}"
     names = {"max_staleness": "oldest token, in steps", "mean_staleness": "staleness of a token, on average"}
     names |= {"violations": "violations of the bound", "lives": "attempts", "stopped_early": "ended early"}
     for name, shown in names.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from staleflow.config import load, to_yaml
 from staleflow.runtime.local.supervisor import Watch
 
 pytestmark = pytest.mark.processes
@@ -92,6 +93,20 @@ def train(supervisor):
     assert (code, starts(tmp_path)) == (128 + signal.SIGSEGV, 3)
     assert "the control plane died 3 times in 10 minutes: killed (SIGSEGV); continue with: " in err
     assert err.strip().endswith(f"staleflow train --resume {tmp_path / 'run'}")
+
+
+def test_a_program_whose_reward_died_with_it_is_not_told_to_use_the_command_line(tmp_path: Path) -> None:
+    """``staleflow train --resume`` was refused: the reward is a function of the program."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(load(None, ["reward.function=python:correct"])))
+    train = """
+Restarts.started = lambda *_: None
+def train(supervisor):
+    supervisor.tell(here / "run")
+    os.kill(os.getpid(), signal.SIGSEGV)
+"""
+    _, _, err = ended(tmp_path, train)
+    assert err.strip().endswith(f"continue with: staleflow.train(resume='{tmp_path / 'run'}', reward=correct)")
 
 
 def test_one_that_finds_the_disk_full_is_followed_by_another_until_there_is_room(tmp_path: Path) -> None:
