@@ -14,15 +14,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import torch
-
 from staleflow.errors import ConfigError
 from staleflow.registry import place_of
 from staleflow.rollout.engine import Engine, Request, StepOutput
 from staleflow.rollout.options import ENGINES
-
-PASSES = (MemoryError, OSError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-"""What another engine, or the same one later, may be spared."""
 
 
 class FirstTokenError(ConfigError):
@@ -61,12 +56,18 @@ class _Watched:
     def _tried(self, method: Callable[..., Any], *given: Any) -> Any:
         try:
             return method(*given)
-        except PASSES:
-            raise
         except Exception as error:  # whatever the user's code raises
-            if self._made or not (place := place_of(error, *self._files)):
+            if self._made or may_pass(error) or not (place := place_of(error, *self._files)):
                 raise
             raise FirstTokenError(ENGINES.failure(self._name, error, place)) from error
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether another engine, or the same one later, may be spared it."""
+    import torch  # where an engine is at work it is loaded anyway
+
+    of_a_device = torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
+    return isinstance(error, (MemoryError, OSError, *of_a_device))
 
 
 def _files(*modules: str) -> list[str]:

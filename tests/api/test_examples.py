@@ -51,7 +51,7 @@ def in_small(folder: Path, model: Path) -> list[str]:
 @pytest.mark.parametrize("name", ["own_data", "own_reward", "lora"])
 def test_an_example_with_a_chat_model(name: str, chat: Path, tmp_path: Path) -> None:
     said = run([sys.executable, f"{name}.py", *in_small(tmp_path, chat), "data.max_prompt_tokens=128"], EXAMPLES)
-    assert "2/2 steps" in said
+    assert "step 2/2" in said
     if name == "own_reward":
         assert re.search(r"^step 1: reward \d", said, re.MULTILINE)
     else:
@@ -67,7 +67,7 @@ def test_an_example_with_the_embedded_task(name: str, tmp_path: Path) -> None:
     last = said[-1].split()
     if name == "resume":
         assert last[-1] == "True"
-        assert any("12/12 steps" in line for line in said)
+        assert any("step 12/12" in line for line in said)
     else:
         assert float(last[-1]) >= 0
 
@@ -90,7 +90,7 @@ def test_the_file_of_the_readme_has_at_most_15_lines_and_trains(chat: Path, tmp_
     (tmp_path / "my_reward.py").write_text((EXAMPLES / "my_reward.py").read_text())
     questions(tmp_path)
     words = [*in_small(tmp_path / "runs", chat), *ON_CPU]
-    assert "2/2 steps" in run([sys.executable, "-m", "staleflow", "train", "run.yaml", *words], tmp_path)
+    assert "step 2/2" in run([sys.executable, "-m", "staleflow", "train", "run.yaml", *words], tmp_path)
 
 
 def questions(folder: Path) -> None:

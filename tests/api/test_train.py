@@ -69,11 +69,11 @@ def test_a_run_in_a_notebook_with_its_own_rewards_and_rows_and_its_resume(
     assert not result.summary["binary"]
     printed = capsys.readouterr().out
     assert f"run {result.run}" in printed, "what the run says is said where this program's output goes"
-    assert "2/2 steps" in printed
+    assert "step 2/2" in printed
     assert "held-out mean reward" in printed, "these rewards are not 0 or 1"
     said = ["reads the data and tries the reward", "loads the tokenizer", f"run {result.run}",
             "data: 18 problems to train on, 2 held out", "starts its processes: waits for trainer",
-            "evaluates version 0 on 2 held-out problems", "1/2 steps", "evaluates version 2 on 2 held-out problems",
+            "evaluates version 0 on 2 held-out problems", "step 1/2", "evaluates version 2 on 2 held-out problems",
             "this command took"]  # fmt: skip
     places = [printed.find(each) for each in said]
     assert -1 not in places, "whatever takes long is said"
