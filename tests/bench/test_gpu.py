@@ -73,8 +73,8 @@ def test_a_setting_in_which_cells_differ_is_not_given_for_all(capsys: pytest.Cap
 
 
 @pytest.mark.processes
-def test_a_whole_run_with_imposed_lengths(tmp_path: Path) -> None:
-    changed = ["--set", "training.share_prompts=false"]
+def test_a_whole_run_with_imposed_lengths_its_trace_and_its_prediction(tmp_path: Path) -> None:
+    changed = ["--set", "training.share_prompts=false", "--trace", str(tmp_path / "traces")]
     found = system.main(["--smoke", *changed, "--runs", str(tmp_path), "--output", str(tmp_path / "system.json")])
     assert found["smoke, training.share_prompts=false, 1 x rollout, bound 2, stream"]["tokens_per_s"] > 0
     (run,) = tmp_path.glob("smoke-training.share_prompts=false-1/*")
@@ -82,6 +82,12 @@ def test_a_whole_run_with_imposed_lengths(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     names = [f"p{prompt}/{member}" for row in rows for prompt in row["prompts"] for member in range(2)]
     assert [n for row in rows for n in row["lengths"]] == [skewed.length(name, 8, 32) for name in names]
+
+    (steps,) = traced.main([str(each) for each in (tmp_path / "traces").glob("*/*.jsonl")]).values()
+    assert steps["pull"]["steps"] > 0
+    assert steps["prefill"]["prefilled"] > 0
+    assert steps["not ahead"]["made"] > 0
+    assert steps["all"]["steps"] == sum(row["steps"] for kind, row in steps.items() if kind != "all")
 
     for name in ("0-batch", "2-stream"):
         shutil.copytree(run, tmp_path / "runs" / name)
@@ -133,13 +139,3 @@ def test_a_learning_curve_of_a_real_run_that_learns_nothing(tmp_path: Path, monk
 
 def test_nothing_is_begun_after_the_time_limit() -> None:
     assert lab.Results(None, limit_s=-1).measure("late", lambda: 1) is None
-
-
-@pytest.mark.processes
-def test_a_traced_run_tells_its_steps_and_pulls_apart(tmp_path: Path) -> None:
-    system.main(["--smoke", "--runs", str(tmp_path), "--trace", str(tmp_path / "traces")])
-    (found,) = traced.main([str(each) for each in (tmp_path / "traces").glob("*/*.jsonl")]).values()
-    assert found["pull"]["steps"] > 0
-    assert found["prefill"]["prefilled"] > 0
-    assert found["not ahead"]["made"] > 0
-    assert found["all"]["steps"] == sum(row["steps"] for kind, row in found.items() if kind != "all")
