@@ -227,6 +227,7 @@ def test_rings_are_short_where_more_blocks_would_not_fit_at_once(tmp_path: Path)
         return link.name, context.stages
 
     assert stages("qwen-0.5b", 256, 512) == ("attend_crowd", 4)
+    assert stages("qwen-0.5b", 160, 512) == ("attend_crowd", 4)
     assert stages("qwen-0.5b", 128, 512) == ("attend_1", 8)
     assert stages("qwen-0.5b", 256, 4096) == ("attend_2", 4)
     assert stages("qwen-0.5b", 160, 4096) == ("attend_2", 8)
