@@ -68,6 +68,7 @@ def test_a_chain_that_fails_is_not_tried_in_its_other_forms(ways: Ways) -> None:
     assert [*ways.worth(96, 4096)] == [CHAIN, ATTENDED]
     ways.failed(CHAIN)
     assert [*ways.worth(96, 4096)] == [ATTENDED]
+    assert [*ways.worth(1, 4096)] == [FEW[0]]
 
 
 def test_a_way_that_was_the_fastest_twice_is_taken_alone_if_it_can_be(ways: Ways) -> None:

@@ -4,13 +4,16 @@ import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from msgspec import structs
 
 from staleflow.errors import RunError
 from staleflow.runtime.local.crew import Crew
+from staleflow.runtime.local.hearing import Hearing
 from staleflow.runtime.watchdog import Watchdog
-from staleflow.types import Broken
+from staleflow.types import Broken, Cell, Costs, Evaluated, Report
 
 NAMES = ("i0", "i1", "evaluator")
 
@@ -55,6 +58,20 @@ def test_engines_that_have_worked_are_given_up_only_if_the_next_one_fails_as_wel
         assert not fails("i0")
 
     asyncio.run(main())
+
+
+def test_tokens_and_an_evaluation_are_heard_as_engines_that_work() -> None:
+    """An engine that failed an hour later would have ended the run as one that never worked."""
+    run, child = MagicMock(training=False), MagicMock()
+    child.name = "i0"
+    run.instances = {"i0": MagicMock(child=child)}
+    report = Report("i0", 1, MagicMock(), MagicMock())
+    Hearing(run).instance(child, report)
+    assert not run.crew.engine_works.called, "it has made no token"
+    Hearing(run).instance(child, structs.replace(report, costs=Costs([Cell(False, 2, 2, 20, 0, 0.1, 0.1)])))
+    run.crew.engine_works.assert_called_once_with("i0")
+    Hearing(run).evaluator(child, Evaluated(0, 0.5, 1.0, 0, ""))
+    run.crew.engine_works.assert_called_with("evaluator")
 
 
 def test_an_evaluator_does_not_end_a_run_whose_engines_work() -> None:
